@@ -1,0 +1,58 @@
+"""
+The engine's configuration: parsed once into frozen values, derived sizes are properties.
+"""
+
+import msgspec
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds of the pure core."""
+
+    blocks_max: int
+    """KV blocks in the pool."""
+    block_slots: int = 16
+    """Tokens whose keys and values one block holds."""
+    context_max: int = 8192
+    """Prompt and output tokens of one sequence."""
+    sequences_max: int = 64
+    """Sequences in the batch."""
+    tokens_step_max: int = 512
+    """Rows of one step: bounds how long a long prompt may hold up the others."""
+    waiting_max: int = 256
+    """Sequences in the queue; one more is refused as overloaded."""
+    bypass_max: int = 16
+    """How often the head of the queue may be overtaken because it does not fit yet."""
+    preemptions_max: int = 3
+    """After so many preemptions a sequence comes back only with its whole need reserved."""
+    vocab_size: int = 2**31 - 1
+    """Token ids are below it."""
+    prefix_cache: bool = True
+    """Whether finished blocks are kept for requests that start alike."""
+
+    @property
+    def slots_max(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self.blocks_max * self.block_slots
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `python -m engine` is started with, as JSON."""
+
+    model: str
+    """A Hugging Face directory or a GGUF file."""
+    model_name: str
+    """The name under which clients know it."""
+    listen: str
+    """`unix:PATH` or `tcp:HOST:PORT`."""
+    replica: int = 0
+    dtype: str = "auto"
+    """auto, float32 or bfloat16; auto is bfloat16 where the processor multiplies it natively."""
+    threads: int = 0
+    """0: as many as the process may use."""
+    context_max: int = 0
+    """0: what the model was trained for."""
+    kv_memory_bytes: int = 1 << 30
+    sequences_max: int = 64
+    tokens_step_max: int = 512
+    waiting_max: int = 256
+    prefix_cache: bool = True

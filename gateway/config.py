@@ -1,0 +1,36 @@
+"""
+The gateway's configuration: parsed once into a frozen value.
+"""
+
+import msgspec
+
+
+class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `python -m gateway` is started with, as JSON."""
+
+    model: str
+    """A Hugging Face directory or a GGUF file: the tokenizer and the chat template are read from it."""
+    model_name: str
+    """The name under which clients know it."""
+    engines: tuple[str, ...]
+    """Where the engine replicas listen: `unix:PATH` or `tcp:HOST:PORT`."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    otlp_endpoint: str = ""
+    """Base URL for OTLP over HTTP, e.g. http://127.0.0.1:4318; empty: OTEL_EXPORTER_OTLP_ENDPOINT, or no traces."""
+    cors_origins: tuple[str, ...] = ("*",)
+    body_bytes_max: int = 8 * 1024 * 1024
+    body_timeout_s: float = 20.0
+    """From the first byte of a request to the last byte of its body."""
+    depth_max: int = 64
+    """Nesting of a JSON body."""
+    messages_max: int = 4096
+    request_timeout_s: float = 600.0
+    """The engine's deadline for one request."""
+    first_frame_timeout_s: float = 60.0
+    """An engine that has work and is silent for so long is not ready."""
+    drain_s: float = 30.0
+    """After SIGTERM, how long streams may run on before they end with an error event."""
+    log_level: str = "info"
+    log_format: str = "console"
+    """console or json."""

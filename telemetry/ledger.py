@@ -1,0 +1,46 @@
+"""
+The latency book of one request: exactly one state at any time, so the intervals sum to the whole by construction.
+
+Pure: time is an argument.  The engine's core keeps one per sequence, the gateway one per HTTP request.
+"""
+
+
+class Ledger:
+    """Adds up integer nanoseconds per state."""
+
+    __slots__ = ("opened_ns", "state", "_since_ns", "_spent_ns")
+
+    def __init__(self, state: str, now_ns: int) -> None:
+        self.opened_ns = now_ns
+        self.state = state
+        self._since_ns = now_ns
+        self._spent_ns: dict[str, int] = {}
+
+    def enter(self, state: str, now_ns: int) -> None:
+        """Leave the present state at `now_ns` for `state`; the same state again changes nothing."""
+        if state != self.state:
+            self._settle(now_ns)
+            self.state = state
+
+    def splice(self, states: dict[str, int], until_ns: int) -> None:
+        """
+        Take over what another book says about the time from the last stamp to `until_ns`.
+
+        `states` must sum to that interval: two books of one clock that touch.
+        """
+        assert sum(states.values()) == until_ns - self._since_ns, "the other book does not touch this one"
+        for state, spent_ns in states.items():
+            self._spent_ns[state] = self._spent_ns.get(state, 0) + spent_ns
+        self._since_ns = until_ns
+
+    def spent(self, now_ns: int) -> dict[str, int]:
+        """Nanoseconds per state up to `now_ns`; they sum to `now_ns - opened_ns`.  States without time are left out."""
+        assert now_ns >= self._since_ns, "time ran backwards"
+        spent_ns = dict(self._spent_ns)
+        if now_ns > self._since_ns:
+            spent_ns[self.state] = spent_ns.get(self.state, 0) + now_ns - self._since_ns
+        return spent_ns
+
+    def _settle(self, now_ns: int) -> None:
+        self._spent_ns = self.spent(now_ns)
+        self._since_ns = now_ns

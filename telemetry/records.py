@@ -1,0 +1,151 @@
+"""
+The records: flat, frozen facts about one step and about one request, as they cross process boundaries.
+
+A producer fills one record and forgets it.  All times are integer nanoseconds of `telemetry.clock`; all KV sizes are
+slots (one slot holds keys and values of one token).  Each record carries its own book, and `imbalance()` says by how
+much that book fails to close: zero, or a bug of ours.
+"""
+
+import msgspec
+
+STEP_PARTS = (
+    "publish",  # encode and write the frame of the step before
+    "idle",  # nothing to do: waiting for a message
+    "plan",  # take messages, choose slices
+    "compute",  # forward pass
+    "interconnect_wait",
+    "interconnect_transfer",
+    "sample",
+    "commit",
+)
+"""The parts of a step, in the order in which they happen.  They sum to the step."""
+
+ENGINE_STATES = (
+    "queue_batch_full",  # every sequence place of the batch is taken
+    "queue_kv_full",  # too few free KV blocks
+    "queue_token_budget",  # this step's tokens are spent
+    "queue_fairness",  # held back so that the head of the queue is not bypassed for ever
+    "prefill",
+    "decode",
+    "stalled",  # in the batch, but this step served others
+    "preempted",  # KV taken away, waiting to come back
+    "recompute",  # paying again for tokens that had been computed before a preemption
+)
+"""What a request may be doing while the engine has it: exactly one of these at any time."""
+
+GATEWAY_STATES = (
+    "parse",  # read and validate the body
+    "tokenize",  # chat template and tokenizer
+    "dispatch",  # handed to the engine, which has not taken it yet: it takes messages between steps
+    "deliver",  # the engine has finished, its last frame is on the way
+    "send",  # detokenize and write what is left
+    "send_blocked",  # the client does not read
+    "finalize",
+)
+"""What a request may be doing while the gateway has it, before or after the engine."""
+
+
+class KvBook(msgspec.Struct, frozen=True):
+    """Where each KV slot of the pool is, at the end of a step.  Shared blocks count once."""
+
+    total: int = 0
+    free: int = 0
+    cached_idle: int = 0  # nobody holds it, but a prefix may hit it
+    filled: int = 0  # held, with keys and values in it
+    tail: int = 0  # held, the unfilled rest of a sequence's last block
+    lookahead: int = 0  # held, whole blocks ahead of what is computed
+    fenced: int = 0  # given up, but a step in flight may still write it
+
+    def imbalance(self) -> int:
+        """Slots that the book has lost (positive) or invented (negative)."""
+        known = self.free + self.cached_idle + self.filled + self.tail + self.lookahead + self.fenced
+        return self.total - known
+
+    @property
+    def utilization(self) -> float:
+        """Share of the pool that is not available to a new request, 0..1."""
+        return 1 - (self.free + self.cached_idle) / self.total if self.total else 0.0
+
+    @property
+    def token_occupancy(self) -> float:
+        """Share of the pool that holds keys and values somebody uses now, 0..1."""
+        return self.filled / self.total if self.total else 0.0
+
+    @property
+    def internal_fragmentation(self) -> float:
+        """Share of the started blocks that is unfilled, 0..1."""
+        used = self.filled + self.tail
+        return self.tail / used if used else 0.0
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    One request's ledger at its end, whatever the end.
+
+    The engine fills its part; the gateway adds its own states in front and behind and the HTTP facts.  `states` maps a
+    state to the nanoseconds spent in it; they sum to `finished_ns - accepted_ns` exactly.
+    """
+
+    request_id: str
+    tenant: str = ""
+    outcome: str = ""  # engine.api.FINISH_REASONS, or the gateway's own: "client_gone", "invalid", ...
+    accepted_ns: int
+    finished_ns: int
+    states: dict[str, int]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    computed_tokens: int = 0  # prompt tokens computed; prompt = computed + cached when the prompt was finished
+    recomputed_tokens: int = 0  # paid again after preemption
+    output_tokens: int = 0
+    drafted_tokens: int = 0
+    draft_accepted_tokens: int = 0
+    draft_rejected_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    kv_block_ns: int = 0  # blocks held x time held
+    first_token_ns: int = 0  # from accepted_ns to the first output token; 0: there was none
+    gap_max_ns: int = 0  # longest time between two output tokens
+    # The gateway's own facts.
+    model: str = ""
+    route: str = ""
+    status: int = 0  # HTTP status as sent; 499: the client left
+    stream: bool = False
+    choices: int = 1
+    trace_id: str = ""
+
+    def imbalance(self) -> int:
+        """Nanoseconds of the request's life that no state accounts for."""
+        return self.finished_ns - self.accepted_ns - sum(self.states.values())
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine step as flat numbers.  It covers the time from the end of the step before to its own end."""
+
+    step_id: int
+    replica: int = 0
+    ended_ns: int
+    step_ns: int
+    parts: dict[str, int]  # of STEP_PARTS; they sum to step_ns
+    tokens: int = 0  # rows computed
+    prefill_tokens: int = 0  # rows of prompts, for the first time
+    recompute_tokens: int = 0  # rows paid again after preemption
+    decode_tokens: int = 0  # rows of the newest output token
+    emitted_tokens: int = 0
+    sequences: int = 0  # slices in the plan
+    running: int = 0  # sequences that hold KV, after the step
+    waiting: int = 0  # sequences that wait, after the step
+    preemptions: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache by admissions of this step
+    evictions: int = 0  # cached blocks given up for new tokens
+    drafted_tokens: int = 0
+    draft_accepted_tokens: int = 0
+    draft_rejected_tokens: int = 0
+    interconnect: str = "none"
+    interconnect_bytes: int = 0
+    straggler: int = -1  # rank that the others waited for; -1: nobody
+    kv: KvBook = KvBook()
+    finished: tuple[RequestRecord, ...] = ()
+
+    def imbalance(self) -> int:
+        """Nanoseconds of the step that no part accounts for."""
+        return self.step_ns - sum(self.parts.values())
