@@ -1,0 +1,46 @@
+"""
+Ring 2: the device.  It turns a `StepPlan` into a `StepResult` and knows nothing of queues, clients or time-outs.
+
+    runner   load a model, run a step                fake     the same contract without torch, for tests and simulation
+    batch    plan -> tensors, once per step           weights  files -> Architecture + tensors
+    model    the decoder                              kernels  the arithmetic, behind one Protocol
+    kv       the paged cache                          sampler  logits -> tokens
+
+This file stays free of torch, so that the shell and the simulation can speak of a device without loading one.
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from engine.plan import StepPlan, StepResult
+
+
+class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device says of itself once it has loaded its model; `engine.api.Hello` passes it on."""
+
+    vocab_size: int
+    context_max: int
+    block_slots: int
+    blocks_max: int
+    eos_ids: tuple[int, ...]
+    fingerprint: str  # weights + precision + build: same fingerprint and seed, same output
+    reproducible: bool  # a row's result was found not to depend on its neighbours
+    details: dict[str, str]  # dtype, kernels, threads: for /health and logs
+
+
+class Device(Protocol):
+    """Computes steps, one at a time, in the order in which they come."""
+
+    @property
+    def facts(self) -> DeviceFacts:
+        """What was loaded."""
+        ...
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute one step.  One slice's bad numbers are that slice's fault; a broken plan is an assertion."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all KV."""
+        ...
