@@ -1,0 +1,69 @@
+# Everything a person does here, by name.  Needs make and Python 3.11 or newer; nothing else.
+#
+#   make serve     set up, fetch the default model, serve on 127.0.0.1:8000   (PORT=8080 MODEL=path/to/model.gguf ARGS='--max-queue 64')
+#   make test      set up with the test extras, then the whole suite          (ARGS='-k name' to choose)
+#   make check     lint, format, types
+#   make bench     the measurements that the documents quote
+#   make install   the set-up alone, with everything
+#   make clean     remove what these made here; models stay in the data directory
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint requirements.lock
+
+.PHONY: help serve test check format bench install lock clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# PORT and MODEL go through the environment, so that no quoting can go wrong; both are PELLUCID_* options like any other.
+serve: export PELLUCID_PORT := $(or $(PORT),$(PELLUCID_PORT),8000)
+serve: export PELLUCID_MODEL := $(or $(MODEL),$(PELLUCID_MODEL),SmolLM2-135M-Instruct)
+serve: $(VENV)/serve.stamp
+	@$(BIN)/pellucid serve $(ARGS)
+
+test: $(VENV)/everything.stamp
+	$(BIN)/pellucid model pull
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/everything.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/everything.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/everything.stamp
+	$(BIN)/pellucid model pull
+	$(BIN)/python tests/bench/throughput.py $(ARGS)
+
+install: $(VENV)/everything.stamp
+
+# The stamps: what is installed already is not looked at again, so a second run takes no network.
+$(VENV)/made.stamp:
+	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) here; install Python 3.11 or newer, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: Pellucid needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1); name another: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "make: $(PYTHON) cannot make virtual environments (no venv or ensurepip); on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+	@echo "Setting up $(VENV); the first time takes some minutes."
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/serve.stamp: $(VENV)/made.stamp requirements.lock pyproject.toml
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/everything.stamp: $(VENV)/made.stamp requirements.lock pyproject.toml
+	@$(PIP) --editable '.[test,dev]'
+	@touch $(VENV)/serve.stamp $@
+
+lock: $(VENV)/everything.stamp
+	@{ sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --exclude pellucid --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > $(VENV)/lock.new
+	@mv $(VENV)/lock.new requirements.lock
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
