@@ -34,6 +34,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Tokens that the whole pool holds."""
         return self.blocks_max * self.block_slots
 
+    @property
+    def sequence_tokens_max(self) -> int:
+        """Prompt and output tokens of one sequence, whichever of context and pool is smaller."""
+        return min(self.context_max, self.slots_max)
+
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `python -m engine` is started with, as JSON."""

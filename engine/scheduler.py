@@ -1,0 +1,358 @@
+"""
+The scheduler: which sequences pay how much of their token debt in the next step.
+
+    apply(message, now)   take a request in, or abort one
+    plan(now)             choose slices within the step's token budget and the KV pool -> StepPlan
+    commit(plan, result, now)   book what was computed, end what is done -> Outcome
+
+Pure: same calls, same answers.  Between `plan` and `commit` the step is in flight; `apply` may still abort its
+sequences, their blocks are then fenced until the commit.
+
+Order is (priority, arrival) everywhere.  The victim of a preemption is the last in that order, so the first one always
+gets on; after `preemptions_max` a sequence comes back only when its whole need and everybody else's fit, and is then
+left alone.  So no sequence is preempted for ever, and none waits for ever behind others that overtake it.
+"""
+
+from bisect import insort
+
+import msgspec
+
+from engine import admission
+from engine.admission import door_fault
+from engine.api import Abort, Delta, Fault, Finish, FinishReason, GenerateRequest, Message
+from engine.blocks import BlockPool
+from engine.config import SchedulerConfig
+from engine.plan import Slice, SliceResult, StepPlan, StepResult
+from engine.sequence import Sequence, Status
+from telemetry.records import KvBook, RequestRecord
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The news since the last commit: what clients are told, and what the step's record says of the core."""
+
+    deltas: tuple[Delta, ...]
+    finished: tuple[RequestRecord, ...]
+    prefill_tokens: int
+    recompute_tokens: int
+    decode_tokens: int
+    emitted_tokens: int
+    cached_tokens: int
+    preemptions: int
+    evictions: int
+    running: int
+    waiting: int
+    kv: KvBook
+
+
+class Scheduler:
+    """Owns every sequence and every block."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool | None = None) -> None:
+        self.config = config
+        self.pool = pool or BlockPool(blocks_max=config.blocks_max, block_slots=config.block_slots)
+        self.waiting: list[Sequence] = []  # in order
+        self.running: list[Sequence] = []  # in order
+        self._by_id: dict[str, Sequence] = {}
+        self._arrivals = 0
+        self._step_id = 0
+        self._in_flight: dict[int, Sequence] = {}  # of the step between plan and commit
+        self._deltas: list[Delta] = []
+        self._finished: list[RequestRecord] = []
+        self._cached = self._preemptions = self._evictions_before = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to plan for."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether somebody ought to be told something even if no step runs."""
+        return bool(self._deltas)
+
+    def apply(self, message: Message, now_ns: int) -> None:
+        """Take one message in.  Whatever it holds, nobody else is harmed."""
+        match message:
+            case Abort(request_id):
+                sequence = self._by_id.get(request_id)
+                if sequence is not None:
+                    self._finish(sequence, "abort", now_ns)
+            case GenerateRequest():
+                self._arrive(message, now_ns)
+
+    def plan(self, now_ns: int) -> StepPlan:
+        """Choose the next step.  It may be empty; it is in flight until `commit`."""
+        assert not self._in_flight, "the step before is not committed"
+        self._expire(now_ns)
+        counts = self._pay_running(now_ns)
+        self._admit(counts, now_ns)
+        self._stamp(counts, now_ns)
+        self._step_id += 1
+        self._in_flight = {sequence.number: sequence for sequence in self.running if sequence.number in counts}
+        slices = tuple(self._slice(sequence, counts[sequence.number]) for sequence in self._in_flight.values())
+        return StepPlan(step_id=self._step_id, slices=slices)
+
+    def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> Outcome:
+        """The step is done: book it, and end what ends."""
+        assert plan.step_id == result.step_id == self._step_id
+        assert len(plan.slices) == len(result.slices)
+        first = again = decode = emitted = 0
+        for piece, answer in zip(plan.slices, result.slices, strict=True):
+            sequence = self._in_flight[piece.sequence]
+            if sequence.status is Status.FINISHED:
+                continue  # Aborted while the step was in flight.
+            if sequence.output_length and len(piece.tokens) == 1 and piece.start >= sequence.computed_peak:
+                decode += 1
+            counted = self._book(sequence, len(piece.tokens))
+            first, again = first + counted[0], again + counted[1]
+            emitted += len(answer.emitted)
+            self._answer(sequence, piece, answer, now_ns)
+        self._in_flight = {}
+        self.pool.commit(plan.step_id)
+        return self._outcome(first, again, decode, emitted)
+
+    def stop(self, now_ns: int) -> None:
+        """End everything: the engine is going down."""
+        for sequence in list(self._by_id.values()):
+            self._finish(sequence, "shutdown", now_ns, Fault("engine_shutdown", "The engine is shutting down."))
+
+    def check(self) -> None:
+        """Everything is in one place and every book closes.  O(sequences + blocks): tests, and idle time."""
+        self.pool.check()
+        assert self.waiting == sorted(self.waiting, key=lambda sequence: sequence.order)
+        assert self.running == sorted(self.running, key=lambda sequence: sequence.order)
+        assert all(sequence.status is Status.WAITING and not sequence.blocks for sequence in self.waiting)
+        assert all(sequence.status is Status.RUNNING for sequence in self.running)
+        assert len(self._by_id) == len(self.waiting) + len(self.running)
+        assert len(self.running) <= self.config.sequences_max
+        for sequence in self.running:
+            assert sequence.debt > 0
+            assert len(sequence.blocks) * self.config.block_slots >= sequence.computed
+            seen = sequence.cached_tokens + sequence.computed_tokens
+            assert seen == min(sequence.computed_peak, sequence.prompt_length), "the token book is open"
+
+    # ---- taking in and letting go
+
+    def _arrive(self, request: GenerateRequest, now_ns: int) -> None:
+        assert request.request_id not in self._by_id, "the server lets no id in twice"
+        sequence = Sequence(request, number=self._arrivals, now_ns=now_ns)
+        self._arrivals += 1
+        self._by_id[request.request_id] = sequence
+        insort(self.waiting, sequence, key=lambda one: one.order)
+        fault = door_fault(request, self.config)
+        if fault is not None:
+            self._finish(sequence, "refused", now_ns, fault)
+        elif len(self.waiting) > self.config.waiting_max:
+            message = f"{self.config.waiting_max} requests are waiting already; try again later."
+            self._finish(sequence, "overloaded", now_ns, Fault("overloaded", message))
+        else:
+            self._deltas.append(Delta(request.request_id))
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now_ns: int,
+        fault: Fault | None = None,
+        news: Delta | None = None,
+        stop_id: int | None = None,
+    ) -> None:
+        self._let_go(sequence, now_ns)
+        sequence.status = Status.FINISHED
+        del self._by_id[sequence.request.request_id]
+        finish = Finish(reason, sequence.usage(), stop_id, fault)
+        last = Delta(sequence.request.request_id, finish=finish)
+        self._deltas.append(news.merge(last) if news else last)
+        self._finished.append(sequence.record(finish, now_ns))
+
+    def _let_go(self, sequence: Sequence, now_ns: int) -> None:
+        (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+        sequence.charge(now_ns)
+        # Back to front, so that the end of a chain is given up before its beginning.
+        self.pool.release(sequence.blocks[::-1], step_id=self._step_id)
+        sequence.blocks = []
+        sequence.computed = 0
+
+    def _preempt(self, sequence: Sequence, now_ns: int) -> None:
+        self._let_go(sequence, now_ns)
+        sequence.status = Status.WAITING
+        sequence.preemptions += 1
+        self._preemptions += 1
+        insort(self.waiting, sequence, key=lambda one: one.order)
+
+    def _expire(self, now_ns: int) -> None:
+        for sequence in [*self.running, *self.waiting]:
+            deadline_ns = sequence.deadline_ns
+            if deadline_ns is not None and now_ns >= deadline_ns:
+                message = f"The request was not finished within its deadline of {sequence.request.deadline_s:g} s."
+                self._finish(sequence, "deadline", now_ns, Fault("engine_timeout", message))
+
+    # ---- planning
+
+    def _pay_running(self, now_ns: int) -> dict[int, int]:
+        """Tokens per running sequence: first those that owe one, so that a long prompt does not hold them up."""
+        counts: dict[int, int] = {}
+        budget = self.config.tokens_step_max
+        for sequence in sorted(self.running, key=lambda one: (one.debt > 1, one.order)):
+            count = min(sequence.debt, budget - sum_of(counts))
+            if count > 0 and sequence.status is Status.RUNNING and self._grow(sequence, count, counts, now_ns):
+                counts[sequence.number] = count
+        return counts
+
+    def _grow(self, sequence: Sequence, count: int, counts: dict[int, int], now_ns: int) -> bool:
+        """Blocks for `count` more tokens, if need be at the expense of the last in order."""
+        need = admission.blocks_for(sequence.computed + count, self.config) - len(sequence.blocks)
+        while need > 0:
+            taken = self.pool.take(need)
+            if taken is not None:
+                sequence.charge(now_ns)
+                sequence.blocks.extend(taken)
+                return True
+            victim = self._victim(sequence)
+            if victim is None:
+                return False
+            counts.pop(victim.number, None)
+            self._preempt(victim, now_ns)
+            if victim is sequence:
+                return False
+        return True
+
+    def _victim(self, sequence: Sequence) -> Sequence | None:
+        """The last in order that may be preempted.  None: `sequence` itself has been promised its place and waits."""
+        for candidate in reversed(self.running):
+            if candidate is sequence or candidate.preemptions < self.config.preemptions_max:
+                return candidate if candidate.preemptions < self.config.preemptions_max else None
+        return None
+
+    def _admit(self, counts: dict[int, int], now_ns: int) -> None:
+        """Let waiting sequences in, in order; one that does not fit may be overtaken `bypass_max` times."""
+        passed: list[Sequence] = []
+        preempted = self._preemptions > 0
+        for sequence in list(self.waiting):
+            budget = self.config.tokens_step_max - sum_of(counts)
+            reason = ""
+            if len(self.running) >= self.config.sequences_max:
+                reason = "queue_batch_full"
+            elif budget <= 0:
+                reason = "queue_token_budget"
+            elif any(one.bypassed >= self.config.bypass_max for one in passed):
+                reason = "queue_fairness"
+            elif preempted or not self._enter(sequence, budget, counts, now_ns):
+                # What was just taken from one is not given to another in the same step.
+                reason = "queue_kv_full"
+                passed.append(sequence)
+            if reason:
+                sequence.ledger.enter("preempted" if sequence.preemptions else reason, now_ns)
+            else:
+                for one in passed:
+                    one.bypassed += 1
+
+    def _enter(self, sequence: Sequence, budget: int, counts: dict[int, int], now_ns: int) -> bool:
+        """Admit, if everything that this sequence and the running ones have yet to compute fits."""
+        hit = admission.cached_blocks(sequence, self.pool, self.config)
+        spoken_for = sum(admission.blocks_owed(one, self.config, sequence) for one in self.running)
+        need = admission.blocks_wanted(sequence, self.config) - len(hit)
+        if need + spoken_for > self.pool.available - self.pool.idle(hit):
+            return False
+        self.pool.hold(hit)
+        cached = len(hit) * self.config.block_slots
+        count = min(len(sequence.tokens) - cached, budget)
+        taken = self.pool.take(admission.blocks_for(cached + count, self.config) - len(hit))
+        if taken is None:
+            self.pool.release(hit[::-1], step_id=self._step_id)
+            return False
+        self.waiting.remove(sequence)
+        sequence.charge(now_ns)
+        sequence.blocks = [*hit, *taken]
+        self._cached += sequence.admit(cached)
+        insort(self.running, sequence, key=lambda one: one.order)
+        counts[sequence.number] = count
+        return True
+
+    def _stamp(self, counts: dict[int, int], now_ns: int) -> None:
+        """Every running sequence is from now on in the state that this plan puts it in."""
+        for sequence in self.running:
+            if sequence.number not in counts:
+                state = "stalled"
+            elif sequence.computed < sequence.computed_peak:
+                state = "recompute"
+            else:
+                state = "decode" if sequence.output_length and sequence.debt == 1 else "prefill"
+            sequence.ledger.enter(state, now_ns)
+
+    def _slice(self, sequence: Sequence, count: int) -> Slice:
+        end = sequence.computed + count
+        return Slice(
+            sequence=sequence.number,
+            start=sequence.computed,
+            tokens=tuple(sequence.tokens[sequence.computed : end]),
+            blocks=tuple(sequence.blocks),
+            sample=sequence.spec() if end == len(sequence.tokens) else None,
+        )
+
+    # ---- committing
+
+    def _book(self, sequence: Sequence, count: int) -> tuple[int, int]:
+        """KV of `count` more tokens is there: fill the blocks, and publish the full ones."""
+        slots = self.config.block_slots
+        start = sequence.computed
+        counted = sequence.advance(count)
+        for index in range(start // slots, admission.blocks_for(sequence.computed, self.config)):
+            filled = min(slots, sequence.computed - index * slots)
+            self.pool.fill(sequence.blocks[index], filled)
+            if filled == slots and self.config.prefix_cache:
+                self.pool.name(sequence.blocks[index], sequence.name(index, slots))
+        return counted
+
+    def _answer(self, sequence: Sequence, piece: Slice, answer: SliceResult, now_ns: int) -> None:
+        """Take the tokens that were sampled, and see whether they end the sequence."""
+        if answer.fault:
+            self._finish(sequence, "failed", now_ns, Fault("internal_error", answer.fault))
+            return
+        assert (piece.sample is None) == (not answer.emitted)
+        request = sequence.request
+        for index, token in enumerate(answer.emitted):
+            sequence.emit(token, now_ns)
+            stopped = token in request.stop_ids
+            if stopped or sequence.output_length >= request.tokens_max:
+                news = Delta(request.request_id, answer.emitted[: index + 1], answer.logprobs[: index + 1])
+                self._finish(
+                    sequence, "stop" if stopped else "length", now_ns, news=news, stop_id=token if stopped else None
+                )
+                return
+        if answer.emitted:
+            self._deltas.append(Delta(request.request_id, answer.emitted, answer.logprobs))
+
+    def _outcome(self, first: int, again: int, decode: int, emitted: int) -> Outcome:
+        outcome = Outcome(
+            deltas=merged(self._deltas),
+            finished=tuple(self._finished),
+            prefill_tokens=first,
+            recompute_tokens=again,
+            decode_tokens=decode,
+            emitted_tokens=emitted,
+            cached_tokens=self._cached,
+            preemptions=self._preemptions,
+            evictions=self.pool.evictions - self._evictions_before,
+            running=len(self.running),
+            waiting=len(self.waiting),
+            kv=self.pool.book(),
+        )
+        self._deltas, self._finished = [], []
+        self._cached = self._preemptions = 0
+        self._evictions_before = self.pool.evictions
+        return outcome
+
+
+def sum_of(counts: dict[int, int]) -> int:
+    """Tokens planned so far."""
+    return sum(counts.values())
+
+
+def merged(deltas: list[Delta]) -> tuple[Delta, ...]:
+    """One delta per request, in the order in which the requests were first heard of."""
+    newest: dict[str, Delta] = {}
+    for delta in deltas:
+        before = newest.get(delta.request_id)
+        newest[delta.request_id] = before.merge(delta) if before else delta
+    return tuple(newest.values())

@@ -1,0 +1,190 @@
+"""
+One sequence: tokens known, tokens computed, and the blocks that hold the computed ones.
+
+    waiting -> running -> finished
+       ^          |
+       +----------+  preempted: blocks given back, tokens kept
+
+The scheduler owns it and is the only one to change it.  The debt, `known - computed`, is all that decides what a step
+does: prefill, the rest of a chunked prefill, decode and recompute after a preemption are one subtraction.
+"""
+
+from enum import Enum
+
+from engine import prefix
+from engine.api import Finish, GenerateRequest, Usage
+from engine.plan import SampleSpec
+from telemetry.ledger import Ledger
+from telemetry.records import RequestRecord
+
+_MASK = (1 << 64) - 1
+
+
+class Status(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """A request being served.  All times are ns of the scheduler's `now`."""
+
+    def __init__(self, request: GenerateRequest, *, number: int, now_ns: int) -> None:
+        self.request = request
+        self.number = number  # of arrival; never reused
+        self.tokens = list(request.prompt)
+        self.prompt_length = len(request.prompt) - request.resume
+        self.computed = 0
+        self.computed_peak = 0  # positions that were ever in KV: below it work is paid again
+        self.blocks: list[int] = []
+        self.names: list[bytes] = []  # of the full blocks, as far as they were asked for
+        self.status = Status.WAITING
+        self.bypassed = 0  # others admitted over its head
+        self.preemptions = 0
+        self.ledger = Ledger("queue_token_budget", now_ns)
+        self.cached_tokens = 0
+        self.computed_tokens = 0
+        self.recomputed_tokens = 0
+        self.steps = 0
+        self._first_token_ns = 0
+        self._last_token_ns = 0
+        self._gap_max_ns = 0
+        self._block_ns = 0
+        self._charged_ns = now_ns
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: lower priority numbers, then earlier arrivals.  Preemption keeps it."""
+        return (self.request.priority, self.number)
+
+    @property
+    def debt(self) -> int:
+        """Known tokens without keys and values."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def outputs(self) -> list[int]:
+        """Tokens generated so far, those of an earlier try included."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def output_length(self) -> int:
+        """How many tokens were generated so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def tokens_ever(self) -> int:
+        """KV slots in the worst case: the last token is never computed."""
+        return self.prompt_length + self.request.tokens_max - 1
+
+    @property
+    def deadline_ns(self) -> int | None:
+        """When the request gives up; None: never."""
+        if self.request.deadline_s <= 0:
+            return None
+        return self.ledger.opened_ns + int(self.request.deadline_s * 1e9)
+
+    def name(self, index: int, block_slots: int) -> bytes:
+        """The name of full block `index`; names before it are made on the way."""
+        while len(self.names) <= index:
+            before = self.names[-1] if self.names else prefix.root(self.request.tenant)
+            start = len(self.names) * block_slots
+            self.names.append(prefix.chain(before, self.tokens[start : start + block_slots]))
+        return self.names[index]
+
+    def spec(self) -> SampleSpec:
+        """How the next token is to be chosen."""
+        sampling = self.request.sampling
+        penalized = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+        repeated = sampling.repetition_penalty != 1
+        early = self.output_length < self.request.tokens_min
+        return SampleSpec(
+            sampling=sampling,
+            uniform=uniform(sampling.seed, len(self.tokens)),
+            banned=self.request.stop_ids if early else (),
+            prompt=tuple(self.tokens[: self.prompt_length]) if repeated else (),
+            outputs=tuple(self.outputs) if penalized or repeated else (),
+        )
+
+    def admit(self, cached: int) -> int:
+        """Begin to run with `cached` tokens found in the prefix cache.  Returns how many of them are news."""
+        assert self.status is Status.WAITING
+        assert self.computed == 0
+        self.status = Status.RUNNING
+        self.computed = cached
+        # After a preemption only what was never computed before counts as a hit.
+        hit = max(0, min(cached, self.prompt_length) - self.computed_peak)
+        self.cached_tokens += hit
+        self.computed_peak = max(self.computed_peak, cached)
+        return hit
+
+    def advance(self, count: int) -> tuple[int, int]:
+        """`count` more tokens are computed.  Returns how many of them for the first time in the prompt, and again."""
+        end = self.computed + count
+        again = max(0, min(end, self.computed_peak) - self.computed)
+        first = max(0, min(end, self.prompt_length) - max(self.computed, self.computed_peak))
+        self.computed = end
+        self.computed_peak = max(self.computed_peak, end)
+        self.computed_tokens += first
+        self.recomputed_tokens += again
+        self.steps += 1
+        return first, again
+
+    def emit(self, token: int, now_ns: int) -> None:
+        """One more output token."""
+        self.tokens.append(token)
+        if self._last_token_ns:
+            self._gap_max_ns = max(self._gap_max_ns, now_ns - self._last_token_ns)
+        else:
+            self._first_token_ns = now_ns - self.ledger.opened_ns
+        self._last_token_ns = now_ns
+
+    def charge(self, now_ns: int) -> None:
+        """Book the blocks held since the last call; to be called before the block table changes."""
+        self._block_ns += len(self.blocks) * (now_ns - self._charged_ns)
+        self._charged_ns = now_ns
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return Usage(self.prompt_length, self.cached_tokens, self.output_length)
+
+    def record(self, finish: Finish, now_ns: int) -> RequestRecord:
+        """The request's book, closed at `now_ns`."""
+        return RequestRecord(
+            request_id=self.request.request_id,
+            tenant=self.request.tenant,
+            outcome=finish.reason,
+            accepted_ns=self.ledger.opened_ns,
+            finished_ns=now_ns,
+            states=self.ledger.spent(now_ns),
+            prompt_tokens=self.prompt_length,
+            cached_tokens=self.cached_tokens,
+            computed_tokens=self.computed_tokens,
+            recomputed_tokens=self.recomputed_tokens,
+            output_tokens=self.output_length,
+            preemptions=self.preemptions,
+            steps=self.steps,
+            kv_block_ns=self._block_ns,
+            first_token_ns=self._first_token_ns,
+            gap_max_ns=self._gap_max_ns,
+        )
+
+
+def uniform(seed: int, position: int) -> float:
+    """
+    The random number in [0, 1) that chooses the token at `position` of a sequence.
+
+    Counter-based, so it needs no state and no order: SplitMix64's finalizer (Steele, Lea, Flood 2014, figure 16) over
+    the seed, then over seed and position; the upper 53 bits make the float.
+    """
+    state = _mix((seed & _MASK) ^ 0x9E3779B97F4A7C15)
+    return (_mix(state + 0x9E3779B97F4A7C15 * (position + 1)) >> 11) * 2.0**-53
+
+
+def _mix(value: int) -> int:
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
