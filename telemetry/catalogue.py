@@ -1,0 +1,494 @@
+"""
+The metric catalogue: one table of everything that `/metrics` says, with the way each number is read from records.
+
+Names follow Prometheus: base units, `_total` on counters.  Durations are kept in integer nanoseconds and divided once,
+at the scrape, so sums are exact.  Dashboards and alerts are rendered from this table.
+"""
+
+from collections.abc import Callable
+
+from telemetry.records import RequestRecord, StepRecord
+from telemetry.vocabulary import (
+    GENERATING_ROUTES,
+    KV_PLACES,
+    LATENCY_BUCKETS_S,
+    NS_PER_S,
+    STEP_BUCKETS_S,
+    TOKEN_BUCKETS,
+    Metric,
+    Points,
+    View,
+)
+
+
+def _status_class(status: int) -> str:
+    return f"{status // 100}xx" if 100 <= status <= 599 else "none"
+
+
+def _e2e_ns(record: RequestRecord) -> int:
+    return record.finished_ns - record.accepted_ns
+
+
+def _route_if(condition: bool, record: RequestRecord, amount: int) -> Points:
+    return [((record.route,), amount)] if condition else []
+
+
+def token_gap_mean_ns(record: RequestRecord) -> int | None:
+    """Mean time between output tokens of one choice, after its first; None for fewer than two tokens a choice."""
+    gaps = record.output_tokens // max(1, record.choices) - 1
+    if gaps < 1 or record.first_token_ns <= 0:
+        return None
+    return max(0, _e2e_ns(record) - record.first_token_ns) // gaps
+
+
+def _token_gap(record: RequestRecord) -> Points:
+    gap_ns = token_gap_mean_ns(record)
+    return [] if gap_ns is None else [((record.route,), gap_ns)]
+
+
+def _was_admitted(record: RequestRecord) -> bool:
+    """Whether the engine began with it: only then was the prefix cache asked."""
+    return record.computed_tokens + record.cached_tokens > 0
+
+
+def _gen_ai(record: RequestRecord, amount: int | None) -> Points:
+    if record.route not in GENERATING_ROUTES or amount is None:
+        return []
+    operation = "chat" if record.route == GENERATING_ROUTES[0] else "text_completion"
+    return [((operation, "pellucid", record.model, record.outcome), amount)]
+
+
+_GEN_AI_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "outcome")
+
+REQUEST_METRICS = (
+    Metric(
+        name="pellucid_requests_total",
+        kind="counter",
+        help="Requests that have ended, whatever the end.",
+        labels=("route", "outcome", "status_class"),
+        of_request=lambda r: [((r.route, r.outcome, _status_class(r.status)), 1)],
+    ),
+    Metric(
+        name="pellucid_request_duration_seconds",
+        kind="histogram",
+        help="From the acceptance of a request to its last byte.",
+        unit="seconds",
+        labels=("route", "outcome"),
+        buckets=LATENCY_BUCKETS_S,
+        divisor=NS_PER_S,
+        of_request=lambda r: [((r.route, r.outcome), _e2e_ns(r))],
+    ),
+    Metric(
+        name="pellucid_request_time_to_first_token_seconds",
+        kind="histogram",
+        help="From the acceptance of a request to its first output token.",
+        unit="seconds",
+        labels=("route",),
+        buckets=LATENCY_BUCKETS_S,
+        divisor=NS_PER_S,
+        of_request=lambda r: _route_if(r.first_token_ns > 0, r, r.first_token_ns),
+    ),
+    Metric(
+        name="pellucid_request_time_per_output_token_seconds",
+        kind="histogram",
+        help="Mean time between the output tokens of one request, after the first.",
+        unit="seconds",
+        labels=("route",),
+        buckets=LATENCY_BUCKETS_S,
+        divisor=NS_PER_S,
+        of_request=_token_gap,
+    ),
+    Metric(
+        name="pellucid_request_token_gap_max_seconds",
+        kind="histogram",
+        help="Longest time between two output tokens of one request: the pause that a reader notices.",
+        unit="seconds",
+        labels=("route",),
+        buckets=LATENCY_BUCKETS_S,
+        divisor=NS_PER_S,
+        of_request=lambda r: _route_if(r.gap_max_ns > 0, r, r.gap_max_ns),
+    ),
+    Metric(
+        name="pellucid_request_state_seconds_total",
+        kind="counter",
+        help="Time that ended requests have spent in each state; the states sum to their durations.",
+        unit="seconds",
+        labels=("state",),
+        divisor=NS_PER_S,
+        of_request=lambda r: [((state,), spent_ns) for state, spent_ns in r.states.items()],
+        zeros=True,
+    ),
+    Metric(
+        name="pellucid_request_kv_block_seconds_total",
+        kind="counter",
+        help="KV blocks held by ended requests, times the time for which they held them.",
+        unit="seconds",
+        divisor=NS_PER_S,
+        of_request=lambda r: [((), r.kv_block_ns)],
+        zeros=True,
+    ),
+    Metric(
+        name="pellucid_request_prompt_tokens",
+        kind="histogram",
+        help="Prompt tokens of a request that reached the engine.",
+        labels=("route",),
+        buckets=TOKEN_BUCKETS,
+        of_request=lambda r: _route_if(r.prompt_tokens > 0, r, r.prompt_tokens),
+    ),
+    Metric(
+        name="pellucid_request_output_tokens",
+        kind="histogram",
+        help="Output tokens of a request that reached the engine.",
+        labels=("route",),
+        buckets=TOKEN_BUCKETS,
+        of_request=lambda r: _route_if(r.prompt_tokens > 0, r, r.output_tokens),
+    ),
+    Metric(
+        name="pellucid_prompt_tokens_total",
+        kind="counter",
+        help="Prompt tokens of ended requests, computed or found in the prefix cache.",
+        labels=("source",),
+        of_request=lambda r: [(("computed",), r.computed_tokens), (("cached",), r.cached_tokens)],
+        zeros=True,
+    ),
+    Metric(
+        name="pellucid_recomputed_tokens_total",
+        kind="counter",
+        help="Tokens paid again after a preemption; not a cache hit, and not in the prompt tokens.",
+        of_request=lambda r: [((), r.recomputed_tokens)],
+        zeros=True,
+    ),
+    Metric(
+        name="pellucid_output_tokens_total",
+        kind="counter",
+        help="Output tokens of ended requests.",
+        of_request=lambda r: [((), r.output_tokens)],
+        zeros=True,
+    ),
+    Metric(
+        name="pellucid_draft_tokens_total",
+        kind="counter",
+        help="Tokens guessed ahead for ended requests; accepted and rejected sum to the drafted ones.",
+        labels=("verdict",),
+        of_request=lambda r: [(("accepted",), r.draft_accepted_tokens), (("rejected",), r.draft_rejected_tokens)],
+        zeros=True,
+    ),
+    Metric(
+        name="pellucid_prefix_cache_query_tokens_total",
+        kind="counter",
+        help="Prompt tokens that were looked up in the prefix cache.",
+        of_request=lambda r: [((), r.prompt_tokens)] if _was_admitted(r) else [],
+        zeros=True,
+    ),
+    Metric(
+        name="pellucid_prefix_cache_hit_tokens_total",
+        kind="counter",
+        help="Prompt tokens that were found there; divide by the queries for the hit rate.",
+        of_request=lambda r: [((), r.cached_tokens)],
+        zeros=True,
+    ),
+    Metric(
+        name="gen_ai_server_request_duration_seconds",
+        kind="histogram",
+        help="OpenTelemetry gen_ai.server.request.duration, all outcomes included.",
+        unit="seconds",
+        labels=_GEN_AI_LABELS,
+        buckets=LATENCY_BUCKETS_S,
+        divisor=NS_PER_S,
+        of_request=lambda r: _gen_ai(r, _e2e_ns(r)),
+    ),
+    Metric(
+        name="gen_ai_server_time_to_first_token_seconds",
+        kind="histogram",
+        help="OpenTelemetry gen_ai.server.time_to_first_token.",
+        unit="seconds",
+        labels=_GEN_AI_LABELS,
+        buckets=LATENCY_BUCKETS_S,
+        divisor=NS_PER_S,
+        of_request=lambda r: _gen_ai(r, r.first_token_ns or None),
+    ),
+    Metric(
+        name="gen_ai_server_time_per_output_token_seconds",
+        kind="histogram",
+        help="OpenTelemetry gen_ai.server.time_per_output_token.",
+        unit="seconds",
+        labels=_GEN_AI_LABELS,
+        buckets=LATENCY_BUCKETS_S,
+        divisor=NS_PER_S,
+        of_request=lambda r: _gen_ai(r, token_gap_mean_ns(r)),
+    ),
+)
+
+
+def _of_replica(amount: Callable[[StepRecord], int]) -> Callable[[StepRecord], Points]:
+    return lambda step: [((str(step.replica),), amount(step))]
+
+
+def _step_work(step: StepRecord) -> Points:
+    named = step.prefill_tokens + step.recompute_tokens + step.decode_tokens
+    counts = {
+        "prefill": step.prefill_tokens,
+        "recompute": step.recompute_tokens,
+        "decode": step.decode_tokens,
+        "draft": max(0, step.tokens - named),
+    }
+    return [((str(step.replica), work), count) for work, count in counts.items()]
+
+
+STEP_METRICS = (
+    Metric(
+        name="pellucid_engine_steps_total",
+        kind="counter",
+        help="Engine steps.",
+        labels=("replica",),
+        of_step=_of_replica(lambda step: 1),
+    ),
+    Metric(
+        name="pellucid_engine_step_busy_seconds",
+        kind="histogram",
+        help="Time of one engine step without the idle time before it.",
+        unit="seconds",
+        labels=("replica",),
+        buckets=STEP_BUCKETS_S,
+        divisor=NS_PER_S,
+        of_step=_of_replica(lambda step: step.step_ns - step.parts.get("idle", 0)),
+    ),
+    Metric(
+        name="pellucid_engine_step_part_seconds_total",
+        kind="counter",
+        help="Time of the engine by part of its steps; the parts sum to the engine's life.",
+        unit="seconds",
+        labels=("replica", "part"),
+        divisor=NS_PER_S,
+        of_step=lambda step: [((str(step.replica), part), spent_ns) for part, spent_ns in step.parts.items()],
+    ),
+    Metric(
+        name="pellucid_engine_tokens_total",
+        kind="counter",
+        help="Rows computed by engine steps, by the reason for computing them.",
+        labels=("replica", "work"),
+        of_step=_step_work,
+    ),
+    Metric(
+        name="pellucid_engine_emitted_tokens_total",
+        kind="counter",
+        help="Output tokens that engine steps have produced.",
+        labels=("replica",),
+        of_step=_of_replica(lambda step: step.emitted_tokens),
+    ),
+    Metric(
+        name="pellucid_engine_cached_tokens_total",
+        kind="counter",
+        help="Prompt tokens found in the prefix cache at admission.",
+        labels=("replica",),
+        of_step=_of_replica(lambda step: step.cached_tokens),
+    ),
+    Metric(
+        name="pellucid_engine_draft_tokens_total",
+        kind="counter",
+        help="Tokens guessed ahead by engine steps, by what came of them.",
+        labels=("replica", "verdict"),
+        of_step=lambda step: [
+            ((str(step.replica), "accepted"), step.draft_accepted_tokens),
+            ((str(step.replica), "rejected"), step.draft_rejected_tokens),
+        ],
+    ),
+    Metric(
+        name="pellucid_engine_sequences_per_step",
+        kind="histogram",
+        help="Sequences that one step served.",
+        labels=("replica",),
+        buckets=(0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0),
+        of_step=_of_replica(lambda step: step.sequences),
+    ),
+    Metric(
+        name="pellucid_engine_preemptions_total",
+        kind="counter",
+        help="Sequences whose KV was taken away for others.",
+        labels=("replica",),
+        of_step=_of_replica(lambda step: step.preemptions),
+    ),
+    Metric(
+        name="pellucid_engine_evictions_total",
+        kind="counter",
+        help="Cached KV blocks given up for new tokens.",
+        labels=("replica",),
+        of_step=_of_replica(lambda step: step.evictions),
+    ),
+    Metric(
+        name="pellucid_engine_interconnect_bytes_total",
+        kind="counter",
+        help="Bytes that ranks exchanged; zero where there is one rank.",
+        unit="bytes",
+        labels=("replica",),
+        of_step=_of_replica(lambda step: step.interconnect_bytes),
+    ),
+)
+
+
+def _of_current(amount: Callable[[StepRecord], int | float]) -> Callable[[View], Points]:
+    """A gauge of each replica that is known to be as its last step says: nothing is shown for the others."""
+    return lambda view: [
+        ((str(replica.replica),), amount(replica.step)) for replica in view.replicas if replica.step is not None
+    ]
+
+
+def _kv_slots(view: View) -> Points:
+    return [
+        ((str(replica.replica), place), getattr(replica.step.kv, place))
+        for replica in view.replicas
+        if replica.step is not None
+        for place in KV_PLACES
+    ]
+
+
+VIEW_METRICS = (
+    Metric(
+        name="pellucid_requests_live",
+        kind="gauge",
+        help="Requests in flight.",
+        labels=("route",),
+        of_view=lambda view: [((route,), count) for route, count in view.live.items()],
+    ),
+    Metric(
+        name="pellucid_engine_up",
+        kind="gauge",
+        help="Whether the gateway is connected to the engine replica.",
+        labels=("replica",),
+        of_view=lambda view: [((str(replica.replica),), int(replica.up)) for replica in view.replicas],
+    ),
+    Metric(
+        name="pellucid_engine_restarts_total",
+        kind="counter",
+        help="How often the engine replica came back as a new process.",
+        labels=("replica",),
+        of_view=lambda view: [((str(replica.replica),), replica.restarts) for replica in view.replicas],
+    ),
+    Metric(
+        name="pellucid_engine_silent_seconds",
+        kind="gauge",
+        help="Time since the last step of the engine replica; it makes none while it has no work.",
+        unit="seconds",
+        labels=("replica",),
+        divisor=NS_PER_S,
+        of_view=lambda view: [((str(replica.replica),), replica.silent_ns) for replica in view.replicas],
+    ),
+    Metric(
+        name="pellucid_kv_slots",
+        kind="gauge",
+        help="KV slots by place; the places sum to the pool.",
+        labels=("replica", "place"),
+        of_view=_kv_slots,
+    ),
+    Metric(
+        name="pellucid_kv_utilization_ratio",
+        kind="gauge",
+        help="Share of the KV pool that is not available to a new request.",
+        unit="ratio",
+        labels=("replica",),
+        of_view=_of_current(lambda step: step.kv.utilization),
+    ),
+    Metric(
+        name="pellucid_kv_token_occupancy_ratio",
+        kind="gauge",
+        help="Share of the KV pool that holds keys and values somebody uses now.",
+        unit="ratio",
+        labels=("replica",),
+        of_view=_of_current(lambda step: step.kv.token_occupancy),
+    ),
+    Metric(
+        name="pellucid_kv_internal_fragmentation_ratio",
+        kind="gauge",
+        help="Share of the started KV blocks that is unfilled.",
+        unit="ratio",
+        labels=("replica",),
+        of_view=_of_current(lambda step: step.kv.internal_fragmentation),
+    ),
+    Metric(
+        name="pellucid_kv_external_fragmentation_ratio",
+        kind="gauge",
+        help="Free KV memory that no request could use: zero by construction, any free block serves any request.",
+        unit="ratio",
+        labels=("replica",),
+        of_view=_of_current(lambda step: 0),
+    ),
+    Metric(
+        name="pellucid_engine_running_sequences",
+        kind="gauge",
+        help="Sequences that hold KV.",
+        labels=("replica",),
+        of_view=_of_current(lambda step: step.running),
+    ),
+    Metric(
+        name="pellucid_engine_waiting_sequences",
+        kind="gauge",
+        help="Sequences that wait for a place in the batch or for KV.",
+        labels=("replica",),
+        of_view=_of_current(lambda step: step.waiting),
+    ),
+    Metric(
+        name="pellucid_telemetry_drops_total",
+        kind="counter",
+        help="Records, spans and log lines that were lost, never at a request's expense.",
+        labels=("reason",),
+        of_view=lambda view: [((reason,), count) for reason, count in view.drops.items()],
+        zeros=True,
+    ),
+    Metric(
+        name="pellucid_telemetry_pending_records",
+        kind="gauge",
+        help="Records that nobody has read yet.",
+        of_view=lambda view: [((), view.pending_records)],
+    ),
+    Metric(
+        name="pellucid_telemetry_pending_spans",
+        kind="gauge",
+        help="Spans that wait for the collector.",
+        of_view=lambda view: [((), view.pending_spans)],
+    ),
+    Metric(
+        name="pellucid_process_resident_memory_bytes",
+        kind="gauge",
+        help="Resident memory of the gateway process.",
+        unit="bytes",
+        of_view=lambda view: [((), view.resident_bytes)] if view.resident_bytes else [],
+    ),
+    Metric(
+        name="pellucid_build_info",
+        kind="gauge",
+        help="Always 1; the labels say what runs.",
+        labels=("version", "model"),
+        of_view=lambda view: [(labels, 1) for labels in view.build],
+    ),
+)
+
+FED_METRICS = (
+    Metric(
+        name="pellucid_book_mismatches_total",
+        kind="counter",
+        help="Books that did not close: a bug of ours, always.",
+        labels=("book",),
+        zeros=True,
+    ),
+    Metric(
+        name="pellucid_event_loop_lag_seconds",
+        kind="histogram",
+        help="How late the gateway's event loop woke up; overlaps with the states of requests.",
+        unit="seconds",
+        buckets=LATENCY_BUCKETS_S,
+        divisor=NS_PER_S,
+        zeros=True,
+    ),
+    Metric(
+        name="pellucid_gc_pause_seconds",
+        kind="histogram",
+        help="Pauses of the gateway for garbage collection; overlaps with the states of requests.",
+        unit="seconds",
+        labels=("generation",),
+        buckets=LATENCY_BUCKETS_S,
+        divisor=NS_PER_S,
+        zeros=True,
+    ),
+)
+
+CATALOGUE = REQUEST_METRICS + STEP_METRICS + VIEW_METRICS + FED_METRICS

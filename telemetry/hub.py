@@ -1,0 +1,218 @@
+"""
+The one place where the gateway hands its records over, and where people and scrapers read what came of them.
+
+    producers --put--> sink --pump--> books checked, metrics, recent store, spans, logs
+
+A put is one append.  The pump runs on a timer, a few milliseconds at a time, and each consumer's failure is counted
+and stays its own.  Whoever reads pumps first, so a reader sees everything that was put before.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from telemetry import clock
+from telemetry.complaints import Complaints
+from telemetry.live import LiveRequest, TraceContext, accept_trace
+from telemetry.metrics import Metrics
+from telemetry.recent import BLOCK_SLOTS, Recent
+from telemetry.records import RequestRecord, StepRecord
+from telemetry.sink import Sink
+from telemetry.views import Json, JsonObject, kv_json, request_json, step_json
+from telemetry.vocabulary import ReplicaView, View
+
+__all__ = ["Hub", "Json", "JsonObject", "LiveRequest", "TraceContext", "accept_trace"]
+
+_logger = logging.getLogger("pellucid.telemetry")
+
+PUMP_PERIOD_S = 0.1
+PUMP_BUDGET_NS = 2_000_000
+"""How long one turn of the pump may keep the event loop."""
+RECORDS_MAX = 16_384
+REQUESTS_MAX = 1_000
+STEPS_MAX = 2_000
+LIVE_MAX = 100_000
+STALE_NS = 5_000_000_000
+"""A replica that has work and has been silent for so long says nothing about the present."""
+
+
+_Value = TypeVar("_Value")
+
+
+class _Observation(NamedTuple):
+    """An amount for a metric that no record holds."""
+
+    metric: str
+    labels: tuple[str, ...]
+    amount: int
+
+
+class _Ended(NamedTuple):
+    """A request's record, with what was known of it in flight."""
+
+    live: LiveRequest | None
+    record: RequestRecord
+
+
+_Item = _Ended | StepRecord | _Observation
+
+
+class Hub:
+    """Takes records, never slows their producer, and answers questions about them."""
+
+    def __init__(self, *, model: str = "", version: str = "", otlp_endpoint: str = "") -> None:
+        self._models = (model,) if model else ()
+        self._version = version
+        self._sink: Sink[_Item] = Sink(items_max=RECORDS_MAX)
+        self._recent = Recent(requests_max=REQUESTS_MAX, steps_max=STEPS_MAX, live_max=LIVE_MAX)
+        self._metrics = Metrics(models=self._models)
+        self._drops: dict[str, int] = {"live_full": 0, "consumer_failed": 0}
+        self._complaints = Complaints(_logger)
+        self._pumping: asyncio.Task[None] | None = None
+
+    # What the gateway says.
+
+    def request_opened(self, live: LiveRequest) -> None:
+        """A request has begun; `request` with the same id closes it."""
+        if not self._recent.opened(live):
+            self._drops["live_full"] += 1
+
+    def request(self, record: RequestRecord) -> None:
+        """A request has ended."""
+        self._sink.put(_Ended(self._recent.closed(record.request_id), record))
+
+    def step(self, record: StepRecord) -> None:
+        """An engine has made a step."""
+        self._sink.put(record)
+
+    def observe(self, metric: str, amount: int, labels: tuple[str, ...] = ()) -> None:
+        """Add to a metric of the catalogue that is in no record, such as the event loop's lag.  From any thread."""
+        self._sink.put(_Observation(metric, labels, amount))
+
+    def engine_up(self, replica: int, *, epoch: str, block_slots: int = BLOCK_SLOTS) -> None:
+        """The gateway is connected to this replica, which calls this life of itself `epoch`."""
+        self._recent.connected(replica, epoch=epoch, block_slots=block_slots, now_ns=clock.now_ns())
+
+    def engine_down(self, replica: int) -> None:
+        """The connection to this replica is gone."""
+        self._recent.disconnected(replica)
+
+    # What people and scrapers ask.
+
+    def metrics_text(self, accept: str = "") -> tuple[bytes, str]:
+        """Everything in the metric catalogue, in the format that the Accept header asks for, and its content type."""
+        self._pump_all()
+        return self._metrics.text(self._view(clock.now_ns()), accept)
+
+    def debug_requests(self, limit: int = 100) -> JsonObject:
+        """The newest requests, those in flight included."""
+        self._pump_all()
+        now_ns = clock.now_ns()
+        return {"requests": [request_json(request, now_ns) for request in self._recent.requests(limit)]}
+
+    def debug_request(self, request_id: str) -> JsonObject | None:
+        """One request; None for one that is unknown, or forgotten."""
+        self._pump_all()
+        request = self._recent.find(request_id)
+        return None if request is None else request_json(request, clock.now_ns())
+
+    def debug_steps(self, limit: int = 100) -> JsonObject:
+        """The newest engine steps."""
+        self._pump_all()
+        return {"steps": [step_json(step) for step in self._recent.steps(limit)]}
+
+    def debug_kv(self) -> JsonObject:
+        """Where the KV slots are."""
+        self._pump_all()
+        return kv_json(self._recent.replicas, now_ns=clock.now_ns(), stale_ns=STALE_NS)
+
+    # Its own life.
+
+    async def start(self) -> None:
+        """Begin to pump."""
+        assert self._pumping is None, "started twice"
+        self._pumping = asyncio.create_task(self._pump_for_ever(), name="telemetry pump")
+
+    async def stop(self) -> None:
+        """Hand on what is left and flush, within a bound."""
+        if self._pumping is not None:
+            self._pumping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._pumping
+            self._pumping = None
+        self._pump_all()
+
+    async def _pump_for_ever(self) -> None:
+        while True:
+            pending = self._pump(budget_ns=PUMP_BUDGET_NS)
+            await asyncio.sleep(0 if pending else PUMP_PERIOD_S)
+
+    def _pump_all(self) -> None:
+        self._pump(budget_ns=None)
+
+    def _pump(self, *, budget_ns: int | None) -> bool:
+        """Feed the consumers, for no longer than the budget and one record more.  Whether something is left."""
+        started_ns = clock.now_ns()
+        for item in self._sink.drain():
+            self._consume(item)
+            if budget_ns is not None and clock.now_ns() - started_ns >= budget_ns:
+                break
+        return len(self._sink) > 0
+
+    def _consume(self, item: _Item) -> None:
+        if isinstance(item, _Ended):
+            self._guard("metrics", self._metrics.request, item.record)
+            self._guard("recent", self._recent.request, item.record)
+        elif isinstance(item, StepRecord):
+            self._guard("metrics", self._metrics.step, item)
+            self._guard("recent", self._remember_step, item)
+        else:
+            self._guard("metrics", self._observe, item)
+
+    def _remember_step(self, step: StepRecord) -> None:
+        self._recent.step(step, clock.now_ns())
+
+    def _observe(self, item: _Observation) -> None:
+        self._metrics.feed(item.metric, item.labels, item.amount)
+
+    def _guard(self, consumer: str, consume: Callable[[_Value], None], value: _Value) -> None:
+        """Whatever goes wrong with one consumer is counted and logged: it must not reach the others, or a request."""
+        try:
+            consume(value)
+        except Exception:  # The consumer's bug must not become the request's.
+            self._drops["consumer_failed"] += 1
+            self._complaints.log(consumer, "a consumer of telemetry failed: %s", consumer, exc_info=True)
+
+    def _view(self, now_ns: int) -> View:
+        replicas = (
+            ReplicaView(
+                replica=number,
+                up=replica.is_up(now_ns, STALE_NS),
+                restarts=replica.restarts,
+                silent_ns=max(0, now_ns - replica.heard_ns),
+                step=replica.current_step(now_ns, STALE_NS),
+            )
+            for number, replica in sorted(self._recent.replicas.items())
+        )
+        return View(
+            replicas=tuple(replicas),
+            live=dict(Counter(live.route for live in self._recent.live.values())),
+            drops=self._drops | {"sink_full": self._sink.dropped},
+            pending_records=len(self._sink),
+            resident_bytes=resident_bytes(),
+            build=tuple((self._version, model) for model in self._models),
+        )
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

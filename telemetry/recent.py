@@ -1,0 +1,128 @@
+"""
+What happened lately, for the people who ask now: the last requests and steps, and the KV book of each replica.
+
+Everything here is bounded: rings forget the oldest, and the requests in flight are as many as the gateway admits.
+"""
+
+from collections import OrderedDict, deque
+
+import msgspec
+
+from telemetry.live import LiveRequest
+from telemetry.records import RequestRecord, StepRecord
+
+REPLICAS_MAX = 64
+BLOCK_SLOTS = 16
+"""Tokens per KV block, of an engine that has not said otherwise."""
+
+
+class Replica:
+    """What is known of one engine replica."""
+
+    __slots__ = ("block_slots", "connected", "epoch", "heard_ns", "last_step", "restarts")
+
+    def __init__(self) -> None:
+        self.connected: bool | None = None  # None: nobody has told us, so only its steps speak for it.
+        self.epoch = ""
+        self.block_slots = BLOCK_SLOTS
+        self.restarts = 0
+        self.heard_ns = 0
+        self.last_step: StepRecord | None = None
+
+    def is_up(self, now_ns: int, stale_ns: int) -> bool:
+        """Connected, as the gateway says; where it says nothing, heard of within `stale_ns`."""
+        if self.connected is not None:
+            return self.connected
+        return now_ns - self.heard_ns <= stale_ns
+
+    def current_step(self, now_ns: int, stale_ns: int) -> StepRecord | None:
+        """
+        The newest step, while it still describes the replica; None when nobody can know.
+
+        An engine without work makes no steps, so the last book of an idle, connected replica stays true for ever.
+        """
+        step = self.last_step
+        if step is None or not self.is_up(now_ns, stale_ns):
+            return None
+        idle = self.connected is True and step.running == 0 and step.waiting == 0
+        return step if idle or now_ns - self.heard_ns <= stale_ns else None
+
+
+class Recent:
+    """The last `requests_max` finished requests and `steps_max` steps, and everything in flight."""
+
+    def __init__(self, *, requests_max: int, steps_max: int, live_max: int) -> None:
+        assert requests_max > 0 and steps_max > 0 and live_max > 0
+        self._requests_max = requests_max
+        self._live_max = live_max
+        self._requests: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._steps: deque[StepRecord] = deque(maxlen=steps_max)
+        self.live: dict[str, LiveRequest] = {}
+        self.replicas: dict[int, Replica] = {}
+
+    def opened(self, live: LiveRequest) -> bool:
+        """Follow a request in flight.  False when there are too many already, which is a leak of somebody's."""
+        if len(self.live) >= self._live_max:
+            return False
+        self.live[live.request_id] = live
+        return True
+
+    def closed(self, request_id: str) -> LiveRequest | None:
+        """The request is no longer in flight; what was known of it."""
+        return self.live.pop(request_id, None)
+
+    def request(self, record: RequestRecord) -> None:
+        """Remember a finished request."""
+        self._requests.pop(record.request_id, None)
+        self._requests[record.request_id] = record
+        if len(self._requests) > self._requests_max:
+            self._requests.popitem(last=False)
+
+    def step(self, record: StepRecord, heard_ns: int) -> None:
+        """Remember a step; its finished requests have a life of their own."""
+        record = msgspec.structs.replace(record, finished=())
+        self._steps.append(record)
+        replica = self._replica(record.replica)
+        replica.last_step = record
+        replica.heard_ns = heard_ns
+
+    def connected(self, number: int, *, epoch: str, block_slots: int, now_ns: int) -> None:
+        """The replica is there.  Another epoch than before is another process: its pool is new and empty."""
+        replica = self._replica(number)
+        if replica.epoch not in ("", epoch):
+            replica.restarts += 1
+            replica.last_step = None
+        replica.epoch = epoch
+        replica.block_slots = block_slots
+        replica.heard_ns = now_ns
+        replica.connected = True
+
+    def disconnected(self, number: int) -> None:
+        """The replica is gone, until `connected` says otherwise."""
+        self._replica(number).connected = False
+
+    def _replica(self, number: int) -> Replica:
+        if number not in self.replicas:
+            if len(self.replicas) >= REPLICAS_MAX:
+                raise ValueError(f"replica {number} is one more than the {REPLICAS_MAX} that can be followed")
+            self.replicas[number] = Replica()
+        return self.replicas[number]
+
+    def find(self, request_id: str) -> RequestRecord | LiveRequest | None:
+        """One request, in flight or finished."""
+        return self.live.get(request_id) or self._requests.get(request_id)
+
+    def requests(self, limit: int) -> list[RequestRecord | LiveRequest]:
+        """At most `limit` requests, newest first by their beginning."""
+        everything: list[RequestRecord | LiveRequest] = [*self._requests.values(), *self.live.values()]
+        everything.sort(key=_began_ns, reverse=True)
+        return everything[: max(0, limit)]
+
+    def steps(self, limit: int) -> list[StepRecord]:
+        """At most `limit` steps, newest first."""
+        count = min(max(0, limit), len(self._steps))
+        return [self._steps[-1 - index] for index in range(count)]
+
+
+def _began_ns(request: RequestRecord | LiveRequest) -> int:
+    return request.ledger.opened_ns if isinstance(request, LiveRequest) else request.accepted_ns

@@ -1,0 +1,142 @@
+"""
+What a metric is, and the closed vocabularies of its labels.
+
+Every label value is in a vocabulary, so the number of series has a bound that no client can move.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from telemetry.records import ENGINE_STATES, GATEWAY_STATES, STEP_PARTS, RequestRecord, StepRecord
+
+NS_PER_S = 1_000_000_000
+OTHER = "other"
+"""What a label value outside its vocabulary becomes."""
+
+ROUTES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/v1/models/{id}",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/debug/requests",
+    "/debug/requests/{id}",
+    "/debug/steps",
+    "/debug/kv",
+    OTHER,
+)
+GENERATING_ROUTES = ("/v1/chat/completions", "/v1/completions")
+OUTCOMES = (
+    # As the engine ends requests.
+    "stop",
+    "length",
+    "abort",
+    "deadline",
+    "overloaded",
+    "refused",
+    "failed",
+    "shutdown",
+    # As the gateway does.
+    "client_gone",
+    "invalid",
+    "unauthorized",
+    "forbidden",
+    "not_found",
+    "rate_limited",
+    "quota",
+    "timeout",
+    "draining",
+    "no_engine",
+    "engine_lost",
+    "error",
+    OTHER,
+)
+FINISHED_OUTCOMES = ("stop", "length")
+"""The outcomes of a request that got all that it asked for."""
+STATES = GATEWAY_STATES[:3] + ENGINE_STATES + GATEWAY_STATES[3:]
+"""All states in the order in which a life passes them."""
+KV_PLACES = ("free", "cached_idle", "filled", "tail", "lookahead", "fenced")
+BOOKS = ("kv", "latency", "token", "step")
+DROP_REASONS = ("sink_full", "live_full", "consumer_failed", "spans_queue_full", "spans_export_failed", "log_lines")
+CONSUMERS = ("metrics", "recent", "spans", "logs")
+
+LABELS: dict[str, tuple[str, ...]] = {
+    "route": ROUTES,
+    "outcome": OUTCOMES,
+    "status_class": ("1xx", "2xx", "3xx", "4xx", "5xx", "none"),
+    "state": (*STATES, OTHER),
+    "part": (*STEP_PARTS, OTHER),
+    "place": KV_PLACES,
+    "book": BOOKS,
+    "source": ("computed", "cached"),
+    "verdict": ("accepted", "rejected"),
+    "work": ("prefill", "recompute", "decode", "draft"),
+    "reason": DROP_REASONS,
+    "generation": ("0", "1", "2"),
+    "gen_ai_operation_name": ("chat", "text_completion"),
+    "gen_ai_provider_name": ("pellucid",),
+}
+"""The vocabularies that are known when this is written."""
+DEPLOYMENT_LABELS = ("model", "gen_ai_request_model", "replica", "version", "epoch", "fingerprint")
+"""Labels whose few values come from the deployment's configuration, never from a request."""
+
+LATENCY_BUCKETS_S = (
+    (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75)
+    + (1.0, 1.5, 2.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 80.0, 120.0)
+)  # fmt: skip
+STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+TOKEN_BUCKETS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
+
+Point = tuple[tuple[str, ...], int | float]
+"""Label values in the order of the metric's labels, and the amount: added, observed or shown, after its kind."""
+Points = Iterable[Point]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One replica at the time of a scrape; `step` is None when its last one says nothing about now."""
+
+    replica: int
+    up: bool
+    restarts: int
+    silent_ns: int
+    step: StepRecord | None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is not in any record but true now."""
+
+    replicas: tuple[ReplicaView, ...] = ()
+    live: dict[str, int] = field(default_factory=dict)
+    """Requests in flight by route."""
+    drops: dict[str, int] = field(default_factory=dict)
+    pending_records: int = 0
+    pending_spans: int = 0
+    resident_bytes: int = 0
+    build: tuple[tuple[str, str], ...] = ()
+    """(version, model), one a model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One row of the catalogue.  At most one of the three readers is set; with none, the hub feeds it by name."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    unit: str = ""
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    divisor: int = 1
+    """What an amount is divided by at the scrape: 1e9 where records hold nanoseconds and the unit is seconds."""
+    of_request: Callable[[RequestRecord], Points] | None = None
+    of_step: Callable[[StepRecord], Points] | None = None
+    of_view: Callable[[View], Points] | None = None
+    zeros: bool = False
+    """Whether all series of its closed labels are there, at zero, before anything has happened."""
