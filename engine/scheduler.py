@@ -68,7 +68,7 @@ class Scheduler:
     @property
     def has_news(self) -> bool:
         """Whether somebody ought to be told something even if no step runs."""
-        return bool(self._deltas)
+        return bool(self._deltas or self._finished)
 
     def apply(self, message: Message, now_ns: int) -> None:
         """Take one message in.  Whatever it holds, nobody else is harmed."""

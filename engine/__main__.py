@@ -1,0 +1,102 @@
+"""
+`python -m engine --options JSON`: load a model, listen, serve until SIGTERM.
+
+Exit codes: 0 after SIGTERM or SIGINT, 2 after one line on stderr for what the person who started it can mend.
+"""
+
+import secrets
+import signal
+import sys
+from types import FrameType
+
+import msgspec
+import structlog
+
+from engine.api import Hello
+from engine.config import EngineOptions, SchedulerConfig
+from engine.device import Device
+from engine.device.errors import DeviceError
+from engine.loop import Loop
+from engine.scheduler import Scheduler
+from engine.server import Server
+from telemetry.clock import CLOCK_ID
+
+EXIT_USAGE = 2
+
+log = structlog.get_logger("engine")
+
+
+def main(arguments: list[str]) -> int:
+    """Run an engine.  Returns its exit code."""
+    if not __debug__:
+        return _refuse("python -O removes the assertions that guard the books: start without it")
+    if len(arguments) != 2 or arguments[0] != "--options":
+        return _refuse("usage: python -m engine --options JSON (see engine.config.EngineOptions)")
+    try:
+        options = msgspec.json.decode(arguments[1], type=EngineOptions)
+        from engine.device.runner import Runner  # noqa: PLC0415 torch takes seconds to load
+
+        serve(options, Runner.load(options))
+    except msgspec.MsgspecError as error:
+        return _refuse(f"--options: {error}")
+    except (DeviceError, OSError, ValueError) as error:
+        return _refuse(str(error))
+    return 0
+
+
+def serve(options: EngineOptions, device: Device) -> None:
+    """Serve `device` until a signal.  Raises OSError or ValueError if `options.listen` cannot be had."""
+    facts = device.facts
+    config = SchedulerConfig(
+        blocks_max=facts.blocks_max,
+        block_slots=facts.block_slots,
+        context_max=facts.context_max,
+        sequences_max=options.sequences_max,
+        tokens_step_max=options.tokens_step_max,
+        waiting_max=options.waiting_max,
+        vocab_size=facts.vocab_size,
+        prefix_cache=options.prefix_cache,
+    )
+    server = Server(options.listen, _hello(options, config, device))
+    loop = Loop(Scheduler(config), device, server, replica=options.replica)
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        loop.stop()
+        server.wake()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    log.info("engine_ready", replica=options.replica, model=options.model_name, **facts.details)
+    try:
+        loop.run()
+    finally:
+        server.close()
+
+
+def _hello(options: EngineOptions, config: SchedulerConfig, device: Device) -> Hello:
+    facts = device.facts
+    return Hello(
+        epoch=secrets.token_hex(8),
+        replica=options.replica,
+        clock_id=CLOCK_ID,
+        model=options.model_name,
+        fingerprint=facts.fingerprint,
+        reproducible=facts.reproducible,
+        vocab_size=facts.vocab_size,
+        context_max=config.sequence_tokens_max,
+        block_slots=facts.block_slots,
+        blocks_max=facts.blocks_max,
+        sequences_max=options.sequences_max,
+        waiting_max=options.waiting_max,
+        eos_ids=facts.eos_ids,
+        details=facts.details,
+    )
+
+
+def _refuse(message: str) -> int:
+    print(f"pellucid engine: {message}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

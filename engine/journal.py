@@ -1,0 +1,63 @@
+"""
+The journal: what went into the core, in order, and what it decided.
+
+Because the core is a function of its messages, of the times and of the device's results, a journal replays an incident
+without the device and without the clients, and the first plan that differs names the step where the code changed.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from engine.api import Message
+from engine.config import SchedulerConfig
+from engine.plan import StepPlan, StepResult
+from engine.scheduler import Scheduler
+
+
+class Applied(msgspec.Struct, frozen=True, tag="applied"):
+    """A message was taken in."""
+
+    message: Message
+    now_ns: int
+
+
+class Planned(msgspec.Struct, frozen=True, tag="planned"):
+    """A step was chosen."""
+
+    plan: StepPlan
+    now_ns: int
+
+
+class Committed(msgspec.Struct, frozen=True, tag="committed"):
+    """The device's answer was booked."""
+
+    result: StepResult
+    now_ns: int
+
+
+Entry = Applied | Planned | Committed
+
+
+class Divergence(msgspec.Struct, frozen=True):
+    """The first step whose replayed plan is not the recorded one."""
+
+    recorded: StepPlan
+    replayed: StepPlan
+
+
+def replay(config: SchedulerConfig, entries: Iterable[Entry]) -> Divergence | None:
+    """Run a journal through a fresh scheduler.  None: every plan came out the same."""
+    scheduler = Scheduler(config)
+    plan = StepPlan(step_id=0, slices=())
+    for entry in entries:
+        match entry:
+            case Applied(message, now_ns):
+                scheduler.apply(message, now_ns)
+            case Planned(recorded, now_ns):
+                plan = scheduler.plan(now_ns)
+                if plan != recorded:
+                    return Divergence(recorded, plan)
+            case Committed(result, now_ns):
+                scheduler.commit(plan, result, now_ns)
+    return None

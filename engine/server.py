@@ -1,0 +1,240 @@
+"""
+The engine's socket: messages in, frames out, without a thread.
+
+One thread does everything: between two steps the loop asks for what has arrived.  A gateway that reads slowly costs
+bounded memory: what it has not taken is merged, one delta per request.
+"""
+
+import os
+import selectors
+import socket
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from engine.api import (
+    Abort,
+    Delta,
+    Fault,
+    Finish,
+    FrameError,
+    FrameReader,
+    GenerateRequest,
+    Hello,
+    Message,
+    StepFrame,
+    Usage,
+    decode_message,
+    encode,
+)
+from engine.scheduler import merged
+from telemetry.records import StepRecord
+
+RECEIVE_BYTES = 1 << 18
+STEPS_BACKLOG_MAX = 256
+CONNECTIONS_MAX = 64
+
+
+class Connection:
+    """One gateway: its socket, the requests that it owns, and what it has not read yet."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self.peer = peer
+        self.reader = FrameReader()
+        self.requests: set[str] = set()  # only ever asked for membership
+        self._out = bytearray()
+        self._steps: deque[StepRecord] = deque()
+        self._deltas: list[Delta] = []
+
+    @property
+    def unsent(self) -> bool:
+        """Whether the gateway has something left to read."""
+        return bool(self._out or self._steps or self._deltas)
+
+    def post(self, frame: StepFrame) -> None:
+        """Queue one frame behind what is still unsent.  What a slow reader missed is merged, finished ones are kept."""
+        self._deltas = list(merged([*self._deltas, *frame.deltas]))
+        if frame.step is not None:
+            self._steps.append(frame.step)
+        if len(self._steps) > STEPS_BACKLOG_MAX:
+            lost, after = self._steps.popleft(), self._steps.popleft()
+            self._steps.appendleft(msgspec.structs.replace(after, finished=(*lost.finished, *after.finished)))
+
+    def greet(self, hello: Hello) -> None:
+        """The first frame."""
+        self._out += encode(hello)
+
+    def flush(self) -> None:
+        """Write as much as the socket takes.  Raises OSError if the gateway is gone."""
+        while self.unsent:
+            if not self._out:
+                self._pack()
+            try:
+                sent = self.peer.send(self._out)
+            except BlockingIOError:
+                return
+            del self._out[:sent]
+
+    def _pack(self) -> None:
+        # A request's record goes out no later than the delta that ends it: records first, all deltas with the last.
+        while len(self._steps) > 1:
+            self._out += encode(StepFrame(step=self._steps.popleft()))
+        step = self._steps.popleft() if self._steps else None
+        self._out += encode(StepFrame(deltas=tuple(self._deltas), step=step))
+        self._deltas = []
+
+
+class Server:
+    """Listens, knows who asked for what, and tells each gateway about its own requests and about every step."""
+
+    def __init__(self, listen: str, hello: Hello) -> None:
+        self._hello = hello
+        self._selector = selectors.DefaultSelector()
+        self._listener = listen_on(listen)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._connections: dict[int, Connection] = {}
+        self._owner: dict[str, Connection] = {}
+
+    def poll(self, timeout_s: float | None) -> list[Message]:
+        """What has arrived.  Waits up to `timeout_s` (None: for ever) for the first message or wake-up."""
+        messages: list[Message] = []
+        for key, events in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._woken:
+                self._drain_wake()
+            else:
+                messages += self._serve(self._connections[key.fd], events)
+        return messages
+
+    def publish(self, frame: StepFrame) -> list[Message]:
+        """Tell everybody.  Returns aborts for the requests of gateways that turned out to be gone."""
+        messages: list[Message] = []
+        mine: dict[int, list[Delta]] = {}
+        for delta in frame.deltas:
+            owner = self._owner.get(delta.request_id)
+            if owner is None:
+                continue  # Its gateway has left.
+            mine.setdefault(owner.peer.fileno(), []).append(delta)
+            if delta.finish is not None:
+                del self._owner[delta.request_id]
+                owner.requests.discard(delta.request_id)
+        for number, connection in list(self._connections.items()):
+            deltas = tuple(mine.get(number, ()))
+            if deltas or frame.step is not None:
+                connection.post(StepFrame(deltas=deltas, step=frame.step))
+            messages += self._flush(connection)
+        return messages
+
+    def wake(self) -> None:
+        """End a `poll` that waits; safe in a signal handler."""
+        with suppress(BlockingIOError):  # It is full: the poll will wake anyhow.
+            self._wake.send(b"!")
+
+    def close(self) -> None:
+        """Give every gateway a last chance to read, and hang up."""
+        for connection in list(self._connections.values()):
+            connection.peer.settimeout(1.0)
+            self._flush(connection)
+            connection.peer.close()
+        self._connections = {}
+        self._selector.close()
+        self._listener.close()
+        self._wake.close()
+        self._woken.close()
+
+    def _accept(self) -> None:
+        peer, _ = self._listener.accept()
+        if len(self._connections) >= CONNECTIONS_MAX:
+            peer.close()
+            return
+        peer.setblocking(False)
+        connection = Connection(peer)
+        self._connections[peer.fileno()] = connection
+        self._selector.register(peer, selectors.EVENT_READ)
+        connection.greet(self._hello)
+        self._flush(connection)
+
+    def _serve(self, connection: Connection, events: int) -> list[Message]:
+        messages: list[Message] = []
+        if events & selectors.EVENT_READ:
+            try:
+                data = connection.peer.recv(RECEIVE_BYTES)
+                if not data:
+                    return self._drop(connection)
+                for body in connection.reader.feed(data):
+                    messages += self._own(connection, decode_message(body))
+            except BlockingIOError:
+                pass
+            except (OSError, FrameError):
+                return messages + self._drop(connection)
+        return messages + self._flush(connection)
+
+    def _own(self, connection: Connection, message: Message) -> list[Message]:
+        match message:
+            case GenerateRequest(request_id=request_id):
+                if request_id in self._owner:
+                    self._turn_away(connection, request_id)
+                    return []
+                self._owner[request_id] = connection
+                connection.requests.add(request_id)
+            case Abort(request_id):
+                if request_id not in connection.requests:
+                    return []  # Not its own, or finished already.
+        return [message]
+
+    def _turn_away(self, connection: Connection, request_id: str) -> None:
+        if request_id in connection.requests:
+            raise FrameError(f"{request_id} is in flight already on this connection")
+        fault = Fault("invalid_value", f"A request with the id {request_id} is in flight already.", "request_id")
+        connection.post(StepFrame(deltas=(Delta(request_id, finish=Finish("refused", Usage(), fault=fault)),)))
+
+    def _flush(self, connection: Connection) -> list[Message]:
+        try:
+            connection.flush()
+        except OSError:
+            return self._drop(connection)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        if self._selector.get_key(connection.peer).events != wanted:
+            self._selector.modify(connection.peer, wanted)
+        return []
+
+    def _drop(self, connection: Connection) -> list[Message]:
+        """A gateway is gone: nobody waits for its requests any more."""
+        self._selector.unregister(connection.peer)
+        del self._connections[connection.peer.fileno()]
+        connection.peer.close()
+        orphans = sorted(connection.requests)
+        for request_id in orphans:
+            del self._owner[request_id]
+        return [Abort(request_id) for request_id in orphans]
+
+    def _drain_wake(self) -> None:
+        with suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                continue
+
+
+def listen_on(address: str) -> socket.socket:
+    """A listening socket for `unix:PATH` or `tcp:HOST:PORT`.  Raises ValueError on anything else, OSError if taken."""
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix" and rest:
+        path = Path(rest)
+        path.unlink(missing_ok=True)  # Of a predecessor that was killed; the supervisor starts one engine a path.
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        os.chmod(path, 0o600)
+    elif scheme == "tcp" and rest.rpartition(":")[2].isdigit():
+        host, _, port = rest.rpartition(":")
+        listener = socket.create_server((host, int(port)))
+    else:
+        raise ValueError(f"cannot listen on {address!r}: use unix:PATH or tcp:HOST:PORT")
+    listener.listen()
+    listener.setblocking(False)
+    return listener
