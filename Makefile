@@ -19,8 +19,12 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 # PORT and MODEL go through the environment, so that no quoting can go wrong; both are PELLUCID_* options like any other.
-serve: export PELLUCID_PORT := $(or $(PORT),$(PELLUCID_PORT),8000)
-serve: export PELLUCID_MODEL := $(or $(MODEL),$(PELLUCID_MODEL),SmolLM2-135M-Instruct)
+ifneq ($(PORT),)
+serve: export PELLUCID_PORT := $(PORT)
+endif
+ifneq ($(MODEL),)
+serve: export PELLUCID_MODEL := $(MODEL)
+endif
 serve: $(VENV)/serve.stamp
 	@$(BIN)/pellucid serve $(ARGS)
 

@@ -1,0 +1,388 @@
+"""
+The settings of `pellucid serve`: one table, from which flags, environment variables, file keys and documents are made.
+
+A setting is taken from its flag, else from its `PELLUCID_*` variable, else from the TOML file, else it has its
+default.  What nobody knows is an error in each of the three places, and the message names the nearest known one.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from launch.errors import UserError
+from launch.sizes import KvMemory, parse_bytes, parse_kv_memory
+
+PREFIX = "PELLUCID_"
+FOREIGN_VARIABLES = frozenset({"PELLUCID_SHARED"})  # read by the test suite, where it looks for shared data
+
+Value = str | int | float | bool | tuple[str, ...] | KvMemory | None
+Given = Mapping[str, str | bool | tuple[str, ...] | None]
+"""Flags as they came from the command line; None or (): not given."""
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting."""
+
+    name: str
+    """As in Python and TOML; the flag and the variable follow from it."""
+    default: str
+    """As a person would write it; empty: unset."""
+    metavar: str
+    help: str
+    parse: Callable[[str], Value]
+    """Raises ValueError, whose text goes behind the name of the place where the value came from."""
+    repeats: bool = False
+    """May be given several times; in a variable, separated by commas."""
+
+    @property
+    def flag(self) -> str:
+        """`--max-queue`"""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """`PELLUCID_MAX_QUEUE`"""
+        return PREFIX + self.name.upper()
+
+    @property
+    def switch(self) -> bool:
+        """Whether it is on or off, and takes no value as a flag."""
+        return self.parse is parse_switch
+
+
+def whole(*, least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """A parser of whole numbers within bounds."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a whole number") from None
+        if not least <= value <= most:
+            raise ValueError(f"{value} is not in {least} .. {most}")
+        return value
+
+    return parse
+
+
+def seconds(*, least: float, most: float = 86400.0) -> Callable[[str], float]:
+    """A parser of seconds within bounds."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text.removesuffix("s"))
+        except ValueError:
+            raise ValueError(f"{text!r} is not a number of seconds") from None
+        if not least <= value <= most:  # also false for NaN
+            raise ValueError(f"{text} is not in {least:g} .. {most:g} seconds")
+        return value
+
+    return parse
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A parser of a closed vocabulary."""
+
+    def parse(text: str) -> str:
+        if text.lower() not in choices:
+            raise ValueError(f"{text!r} is not one of {', '.join(choices)}{nearest(text.lower(), choices)}")
+        return text.lower()
+
+    return parse
+
+
+def parse_switch(text: str) -> bool:
+    """On or off."""
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{text!r} is neither true nor false")
+
+
+def parse_text(text: str) -> str:
+    """Any text but none."""
+    if not text.strip():
+        raise ValueError("is empty")
+    return text
+
+
+def parse_url(text: str) -> str:
+    """A base URL, or nothing."""
+    if text and not text.startswith(("http://", "https://")):
+        raise ValueError(f"{text!r} is not an http:// or https:// URL")
+    return text
+
+
+def parse_list(text: str) -> tuple[str, ...]:
+    """Texts separated by commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+OPTIONS = (
+    Option(
+        name="model",
+        default="SmolLM2-135M-Instruct",
+        metavar="NAME|DIR|FILE.gguf",
+        help="A known model, a Hugging Face name (org/repo), a directory in that layout, or a GGUF file.",
+        parse=parse_text,
+    ),
+    Option(
+        name="model_name",
+        default="",
+        metavar="NAME",
+        help="The name under which clients know the model. Unset: from --model.",
+        parse=str,
+    ),
+    Option(
+        name="host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="Where to listen. Anything but loopback needs --insecure-open.",
+        parse=parse_text,
+    ),
+    Option(
+        name="port",
+        default="8000",
+        metavar="PORT",
+        help="Where to listen; 0 takes a free one.",
+        parse=whole(least=0, most=65535),
+    ),
+    Option(
+        name="insecure_open",
+        default="false",
+        metavar="",
+        help="Serve on a network without API keys.",
+        parse=parse_switch,
+    ),
+    Option(
+        name="data_dir",
+        default="",
+        metavar="DIR",
+        help="Models and sockets. Unset: $XDG_DATA_HOME/pellucid, else ~/.local/share/pellucid.",
+        parse=str,
+    ),
+    Option(
+        name="dtype",
+        default="auto",
+        metavar="TYPE",
+        help="auto, float32 or bfloat16; auto is bfloat16 where the processor multiplies it natively.",
+        parse=one_of("auto", "float32", "bfloat16"),
+    ),
+    Option(
+        name="threads",
+        default="0",
+        metavar="COUNT",
+        help="Threads of the engine; 0 takes as many as the process may use.",
+        parse=whole(least=0, most=4096),
+    ),
+    Option(
+        name="max_context",
+        default="0",
+        metavar="TOKENS",
+        help="Prompt and output of one sequence; 0 takes what the model was trained for.",
+        parse=whole(least=0),
+    ),
+    Option(
+        name="kv_memory",
+        default="1GiB",
+        metavar="SIZE",
+        help="Memory for keys and values: 512MiB, 2GiB, or 25% of what is available at the start.",
+        parse=parse_kv_memory,
+    ),
+    Option(
+        name="max_queue",
+        default="256",
+        metavar="COUNT",
+        help="Sequences that may wait; one more is refused with 503.",
+        parse=whole(least=1),
+    ),
+    Option(
+        name="max_batch",
+        default="64",
+        metavar="COUNT",
+        help="Sequences computed at the same time.",
+        parse=whole(least=1, most=4096),
+    ),
+    Option(
+        name="max_step_tokens",
+        default="512",
+        metavar="TOKENS",
+        help="Tokens of one engine step: bounds how long a long prompt holds up the others.",
+        parse=whole(least=1),
+    ),
+    Option(
+        name="prefix_cache",
+        default="true",
+        metavar="",
+        help="Keep finished blocks for prompts that start alike.",
+        parse=parse_switch,
+    ),
+    Option(
+        name="max_body",
+        default="8MiB",
+        metavar="SIZE",
+        help="Bytes of one request body.",
+        parse=parse_bytes,
+    ),
+    Option(
+        name="request_timeout",
+        default="600",
+        metavar="SECONDS",
+        help="From acceptance to the last token of one request.",
+        parse=seconds(least=0.001),
+    ),
+    Option(
+        name="drain",
+        default="30",
+        metavar="SECONDS",
+        help="After SIGTERM or Ctrl-C, how long running requests may go on.",
+        parse=seconds(least=0),
+    ),
+    Option(
+        name="cors_origin",
+        default="*",
+        metavar="ORIGIN",
+        help="A browser origin that may call; may be repeated.",
+        parse=parse_list,
+        repeats=True,
+    ),
+    Option(
+        name="otlp_endpoint",
+        default="",
+        metavar="URL",
+        help="Where spans go, OTLP over HTTP. Unset: $OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere.",
+        parse=parse_url,
+    ),
+    Option(
+        name="log_level",
+        default="info",
+        metavar="LEVEL",
+        help="debug, info, warning or error.",
+        parse=one_of("debug", "info", "warning", "error"),
+    ),
+    Option(
+        name="log_format",
+        default="console",
+        metavar="FORMAT",
+        help="console or json.",
+        parse=one_of("console", "json"),
+    ),
+)
+BY_NAME = {option.name: option for option in OPTIONS}
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings, parsed.  One field per row of OPTIONS."""
+
+    model: str
+    model_name: str
+    host: str
+    port: int
+    insecure_open: bool
+    data_dir: str
+    dtype: str
+    threads: int
+    max_context: int
+    kv_memory: KvMemory
+    max_queue: int
+    max_batch: int
+    max_step_tokens: int
+    prefix_cache: bool
+    max_body: int
+    request_timeout: float
+    drain: float
+    cors_origin: tuple[str, ...]
+    otlp_endpoint: str
+    log_level: str
+    log_format: str
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the known word that is most alike, or nothing."""
+    found = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def read_options(flags: Given, environ: Mapping[str, str], config: str | None = None) -> ServeOptions:
+    """
+    All settings from their four places.  Raises UserError.
+
+    Args:
+        flags: by option name, as click hands them over.
+        environ: the environment; PELLUCID_CONFIG may name the file.
+        config: the TOML file of `--config`.
+    """
+    _refuse_unknown_variables(environ)
+    file = config or environ.get(PREFIX + "CONFIG") or ""
+    from_file = read_file(Path(file)) if file else {}
+    values: dict[str, Value] = {}
+    for option in OPTIONS:
+        place, text = _find(option, flags, environ, from_file, file)
+        try:
+            values[option.name] = option.parse(text)
+        except ValueError as error:
+            raise UserError(f"{place}: {error}") from error
+    return msgspec.convert(values, ServeOptions)
+
+
+def _find(
+    option: Option, flags: Given, environ: Mapping[str, str], from_file: Mapping[str, str], file: str
+) -> tuple[str, str]:
+    """Where the value of `option` comes from, and the value as text."""
+    flag = flags.get(option.name)
+    if flag is not None and flag != ():
+        return option.flag, _as_text(flag)
+    if option.variable in environ:
+        return option.variable, environ[option.variable]
+    if option.name in from_file:
+        return f"{file}: {option.name}", from_file[option.name]
+    return f"default of {option.flag}", option.default
+
+
+def read_file(path: Path) -> dict[str, str]:
+    """The settings in a TOML file, as text by option name.  Raises UserError."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the configuration: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a TOML file: {error}") from error
+    settings = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in BY_NAME:
+            raise UserError(f"{path}: unknown key {key!r}{nearest(name, BY_NAME)}")
+        repeats = BY_NAME[name].repeats and isinstance(value, list) and all(isinstance(part, str) for part in value)
+        if not repeats and not isinstance(value, str | int | float | bool):
+            raise UserError(f"{path}: {key}: a plain value is expected, not a {type(value).__name__}")
+        if name in settings:
+            raise UserError(f"{path}: {key!r} stands there twice")
+        settings[name] = _as_text(tuple(value) if isinstance(value, list) else value)
+    return settings
+
+
+def _as_text(value: str | float | bool | tuple[str, ...]) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
+    known = {option.variable for option in OPTIONS} | {PREFIX + "CONFIG"}
+    for variable in sorted(environ):
+        if variable.startswith(PREFIX) and variable not in known | FOREIGN_VARIABLES:
+            raise UserError(f"unknown variable {variable} in the environment{nearest(variable, known)}")
+
+
+def markdown_table() -> str:
+    """The settings for README.md; tests/tidy keeps the two alike."""
+    rows = ["| flag | default | |", "|---|---|---|"]
+    for option in OPTIONS:
+        flag = f"{option.flag} {option.metavar}".strip().replace("|", "\\|")
+        default = f"`{option.default}`" if option.default else ""
+        rows.append(f"| `{flag}` | {default} | {option.help} |")
+    return "\n".join(rows)

@@ -1,0 +1,54 @@
+"""
+Asking the gateway whether it is ready, over plain sockets: proxies in the environment have no say here.
+"""
+
+import asyncio
+import time
+
+from launch.supervise import Say
+
+POLL_S = 0.1
+ANSWER_S = 5.0
+NEWS_S = 30.0
+BODY_BYTES_MAX = 65536
+
+
+async def until_ready(host: str, port: int, say: Say) -> None:
+    """Return when `/ready` answers 200; tell the person now and then that we still wait, and for what."""
+    started_s = news_s = time.monotonic()
+    while True:
+        answer = await ask(host, port, "/ready")
+        if answer.startswith("200 "):
+            return
+        if time.monotonic() - news_s >= NEWS_S:
+            news_s = time.monotonic()
+            say(f"not ready after {news_s - started_s:.0f} s; /ready says: {answer}")
+        await asyncio.sleep(POLL_S)
+
+
+async def ask(host: str, port: int, path: str) -> str:
+    """`GET path`: status code and body in one line, or what is in the way."""
+    try:
+        return await asyncio.wait_for(_exchange(host, port, path), ANSWER_S)
+    except TimeoutError:
+        return f"no answer within {ANSWER_S:g} s"
+    except (OSError, ValueError) as error:
+        return f"no answer: {error}"
+
+
+async def _exchange(host: str, port: int, path: str) -> str:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        # HTTP/1.0: the server closes at the end, and neither chunks nor keep-alive are in play.
+        writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+        await writer.drain()
+        answer = b""
+        while len(answer) < BODY_BYTES_MAX and (data := await reader.read(BODY_BYTES_MAX)):
+            answer += data
+    finally:
+        writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status = head.split(b" ", 2)[1:2]
+    if not status:
+        raise ValueError("the answer is no HTTP")
+    return f"{status[0].decode(errors='replace')} {body.decode(errors='replace')[:200]}"

@@ -1,0 +1,259 @@
+"""
+`pellucid serve`: check what can be checked before anything is started, then start it and say how to use it.
+
+The order of the checks is by cost: an address that may not be used is refused before a model is fetched for it.
+"""
+
+import asyncio
+import fcntl
+import importlib.util
+import ipaddress
+import json
+import os
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.config import EngineOptions
+from gateway.config import GatewayOptions
+from launch.errors import UserError
+from launch.options import ServeOptions
+from launch.probe import until_ready
+from launch.sizes import available_bytes, format_bytes
+from launch.store import Model, Store, data_dir
+from launch.supervise import ChildSpec, Say, Supervisor, python_command
+
+SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un holds 108, with the zero at the end
+DRAIN_MARGIN_S = 5.0  # from the end of the gateway's own drain time until it is killed
+ENGINE_GRACE_S = 10.0
+RUN_DIR_PREFIX = "serve-"
+
+
+def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], None]) -> int:
+    """Serve until a signal; the exit code.  `out` gets what the person asked for.  Raises UserError."""
+    started_s = time.monotonic()
+    say = _speaker(options.log_format)
+    refuse_optimized()
+    check_host(options.host, insecure_open=options.insecure_open)
+    port = check_port(options.host, options.port)
+    data = data_dir(options.data_dir, environ)
+    model = Store(data).pull(options.model)
+    kv_bytes = check_memory(options, model)
+    with run_dir(data) as folder:
+        engine = engine_options(options, model, folder, kv_bytes)
+        gateway = gateway_options(options, model, port, (engine.listen,))
+        supervisor = Supervisor(
+            engines=[ChildSpec(name="engine", command=python_command("engine", engine), grace_s=ENGINE_GRACE_S)],
+            gateway=ChildSpec(
+                name="gateway", command=python_command("gateway", gateway), grace_s=options.drain + DRAIN_MARGIN_S
+            ),
+            environ=child_environ(environ),
+            say=say,
+        )
+        say(f"starting {engine.model_name} from {model.path}, {format_bytes(kv_bytes)} for keys and values")
+
+        async def ready() -> None:
+            await until_ready(reachable(options.host), port, say)
+            out(banner(engine.model_name, reachable(options.host), port, time.monotonic() - started_s))
+
+        return asyncio.run(supervisor.run(ready))
+
+
+def _speaker(log_format: str) -> Say:
+    """What the launcher has to say, in the format of the logs around it."""
+
+    def say(message: str) -> None:
+        line = f"pellucid: {message}"
+        if log_format == "json":
+            line = json.dumps({"event": message, "level": "info", "logger": "pellucid"})
+        print(line, file=sys.stderr, flush=True)
+
+    return say
+
+
+def refuse_optimized() -> None:
+    """Asserts guard our own bugs and stay on in production.  Raises UserError under `python -O`."""
+    if sys.flags.optimize:
+        raise UserError("refusing to run under python -O (or PYTHONOPTIMIZE): it takes the assertions out")
+
+
+def check_host(host: str, *, insecure_open: bool) -> None:
+    """Loopback, or the person has said that it may be open.  Raises UserError."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise UserError(f"--host {host}: no such address") from error
+    loopback = all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
+    if not loopback and not insecure_open:
+        raise UserError(
+            f"--host {host} would serve everybody who can reach this machine: API keys do not exist yet; "
+            "keep to 127.0.0.1, or serve without keys with --insecure-open"
+        )
+
+
+def check_port(host: str, port: int) -> int:
+    """The port to listen on, free a moment ago; 0 becomes a real one.  Raises UserError."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway: TIME_WAIT is no obstacle
+        try:
+            probe.bind(address)
+        except PermissionError as error:
+            raise UserError(f"port {port} needs more rights than this user has; choose one above 1023") from error
+        except OSError as error:
+            if not (port and _in_use(family, host)):
+                raise UserError(f"cannot listen on {host}: {error.strerror}") from error
+            raise UserError(
+                f"port {port} on {host} is in use; choose another with --port (make serve PORT=...)"
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def _in_use(family: int, host: str) -> bool:
+    """Whether it is the port that is the trouble, and not the address."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+        return True
+
+
+def check_memory(options: ServeOptions, model: Model) -> int:
+    """
+    Bytes for the KV pool.  Raises UserError if they cannot be had.
+
+    The weights take at least the size of their file; the engine, which knows in what precision it will hold them,
+    looks again.
+    """
+    available = available_bytes()
+    if available is None:  # no way to tell on this system: a share of it means nothing
+        if not options.kv_memory.size_bytes:
+            raise UserError(
+                "--kv-memory: this system does not say how much memory is available; give a size, not a share"
+            )
+        return options.kv_memory.size_bytes
+    kv_bytes = options.kv_memory.resolve_bytes(available)
+    if kv_bytes + model.size_bytes > available:
+        raise UserError(
+            f"too little memory: {format_bytes(kv_bytes)} for keys and values and at least "
+            f"{format_bytes(model.size_bytes)} for the weights, but {format_bytes(available)} are available; "
+            "lower --kv-memory"
+        )
+    return kv_bytes
+
+
+@contextmanager
+def run_dir(data: Path) -> Iterator[Path]:
+    """
+    A directory for sockets, for us alone; gone afterwards.  Raises UserError.
+
+    It is held by a lock, so that what a killed supervisor left can be told from what another one uses.
+    """
+    try:
+        base = data / "run"
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for left in base.glob(RUN_DIR_PREFIX + "*"):
+            _remove_if_left(left)
+        folder = Path(tempfile.mkdtemp(prefix=RUN_DIR_PREFIX, dir=base))
+        if len(os.fsencode(socket_path(folder))) > SOCKET_PATH_BYTES_MAX:
+            folder.rmdir()
+            folder = Path(tempfile.mkdtemp(prefix="pellucid-", dir="/tmp"))  # TMPDIR may be as long as the other
+        lock = (folder / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        raise UserError(f"cannot use {data}: {error.strerror}; choose another place with --data-dir") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a run directory that no living supervisor holds."""
+    try:
+        with (folder / "lock").open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError:  # held, or another one is just being made
+        return
+
+
+def socket_path(folder: Path, replica: int = 0) -> Path:
+    """Where an engine replica listens."""
+    return folder / f"engine-{replica}.sock"
+
+
+def child_environ(environ: dict[str, str]) -> dict[str, str]:
+    """The environment of the children: ours, and the way to our packages from wherever the person stands."""
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def engine_options(options: ServeOptions, model: Model, folder: Path, kv_bytes: int) -> EngineOptions:
+    """What the engine is told."""
+    return EngineOptions(
+        model=str(model.path),
+        model_name=options.model_name or model.name,
+        listen=f"unix:{socket_path(folder)}",
+        dtype=options.dtype,
+        threads=options.threads,
+        context_max=options.max_context,
+        kv_memory_bytes=kv_bytes,
+        sequences_max=options.max_batch,
+        tokens_step_max=options.max_step_tokens,
+        waiting_max=options.max_queue,
+        prefix_cache=options.prefix_cache,
+    )
+
+
+def gateway_options(options: ServeOptions, model: Model, port: int, engines: tuple[str, ...]) -> GatewayOptions:
+    """What the gateway is told."""
+    return GatewayOptions(
+        model=str(model.path),
+        model_name=options.model_name or model.name,
+        engines=engines,
+        host=options.host,
+        port=port,
+        otlp_endpoint=options.otlp_endpoint,
+        cors_origins=options.cors_origin,
+        body_bytes_max=options.max_body,
+        request_timeout_s=options.request_timeout,
+        drain_s=options.drain,
+        log_level=options.log_level,
+        log_format=options.log_format,
+    )
+
+
+def reachable(host: str) -> str:
+    """An address at which this machine reaches a server that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+def banner(model_name: str, host: str, port: int, start_s: float) -> str:
+    """What the person sees when it is ready: two lines that work, and where to look."""
+    base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    body = {"model": model_name, "messages": [{"role": "user", "content": "Name three oceans."}], "max_tokens": 40}
+    curl = f"curl {base}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
+    call = ", ".join(f"{key}={value!r}" for key, value in body.items())
+    program = (
+        f"from openai import OpenAI; client = OpenAI(base_url='{base}/v1', api_key='none'); "
+        f"print(client.chat.completions.create({call}).choices[0].message.content)"
+    )
+    here = importlib.util.find_spec("openai") is not None
+    python = shlex.quote(sys.executable) if here else "python3"
+    hint = "" if here else "   # needs: pip install openai"
+    return (
+        f"\n{model_name} is served at {base}/v1, {start_s:.1f} s after the start.  Try it:\n\n"
+        f"{curl}\n\n"
+        f"{python} -c {shlex.quote(program)}{hint}\n\n"
+        f"Where the time of each request went: {base}/debug/requests\n"
+    )

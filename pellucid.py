@@ -1,0 +1,148 @@
+"""
+The command line.
+
+It imports lazily: what is not needed to answer is not loaded, and torch and litestar never are; they live in the
+processes that `serve` starts.  A user's mistake is one line on stderr and exit code 2.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn, TypeVar
+
+import click
+
+from launch.errors import UserError
+from launch.options import OPTIONS, Option, ServeOptions, nearest, read_options
+
+VERSION = "0.1.0"
+INTERRUPTED = 130
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def _flag(option: Option) -> Callable[[Command], Command]:
+    """A row of the table as a click option.  Values stay text: `read_options` parses all four places alike."""
+    if option.switch:
+        names = f"{option.flag}/--no-{option.flag.removeprefix('--')}"
+        return click.option(option.name, names, default=None, help=_help(option))
+    if option.repeats:
+        return click.option(option.name, option.flag, multiple=True, metavar=option.metavar, help=_help(option))
+    return click.option(option.name, option.flag, type=str, metavar=option.metavar, help=_help(option))
+
+
+def _help(option: Option) -> str:
+    return f"{option.help} [{option.default}]" if option.default else option.help
+
+
+def _flags(*names: str) -> Callable[[Command], Command]:
+    """The options of these names, or all of them, and --config."""
+
+    def decorate(command: Command) -> Command:
+        chosen = [option for option in OPTIONS if option.name in names or not names]
+        config = click.option("config", "--config", metavar="FILE.toml", help="The same settings in a file.")
+        command = config(command)
+        for option in reversed(chosen):
+            command = _flag(option)(command)
+        return command
+
+    return decorate
+
+
+def _options(given: dict[str, str | bool | tuple[str, ...] | None]) -> ServeOptions:
+    config = given.pop("config")
+    assert config is None or isinstance(config, str)
+    return read_options(given, os.environ, config)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def cli() -> None:
+    """Serve a language model, and see where every nanosecond and every KV slot went."""
+
+
+@cli.command(epilog="Every option is also a variable, PELLUCID_MAX_QUEUE for --max-queue, and a key of the TOML file.")
+@_flags()
+def serve(**given: str | bool | tuple[str, ...] | None) -> None:
+    """Start the engine and the gateway, and keep them running."""
+    options = _options(given)
+    from launch.serve import serve as run
+
+    sys.exit(run(options, dict(os.environ), click.echo))
+
+
+@cli.group()
+def model() -> None:
+    """The models on this machine."""
+
+
+@model.command()
+@click.argument("name", required=False)
+@_flags("data_dir")
+def pull(name: str | None, **given: str | bool | tuple[str, ...] | None) -> None:
+    """Fetch the model NAME, by default the one that `serve` takes; nothing happens if it is here."""
+    options = _options(given)
+    from launch.store import Store, data_dir
+
+    found = Store(data_dir(options.data_dir, dict(os.environ))).pull(name or options.model)
+    click.echo(f"{found.name}: {found.path}")
+
+
+@model.command("list")
+@_flags("data_dir")
+def list_models(**given: str | bool | tuple[str, ...] | None) -> None:
+    """Show the models that are here, and the known ones that could be."""
+    options = _options(given)
+    from launch.known import KNOWN_MODELS
+    from launch.sizes import format_bytes
+    from launch.store import Store, data_dir
+
+    found = Store(data_dir(options.data_dir, dict(os.environ))).installed()
+    for item in found:
+        click.echo(f"{item.name}  {format_bytes(item.size_bytes)}  {item.path}")
+    for name, known in KNOWN_MODELS.items():
+        if name not in {item.name for item in found}:
+            click.echo(f"{name}  {format_bytes(known.size_bytes)}  not here: pellucid model pull {name}")
+
+
+@cli.command()
+def version() -> None:
+    """Show the version."""
+    click.echo(f"pellucid {VERSION}")
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def main() -> NoReturn:
+    """The console script."""
+    # Before the supervisor has its own handlers: leave through the finally blocks, so that a pull cleans up.
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        code = cli.main(prog_name="pellucid", standalone_mode=False)
+    except (click.Abort, KeyboardInterrupt):
+        _complain("interrupted")
+        code = INTERRUPTED
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        code = 2
+    except click.NoSuchOption as error:
+        known = [name for option in (error.ctx.command.params if error.ctx else []) for name in option.opts]
+        _complain(f"unknown option {error.option_name}{nearest(error.option_name, known)}")
+        code = 2
+    except click.ClickException as error:
+        _complain(error.format_message())
+        code = 2
+    except UserError as error:
+        _complain(str(error))
+        code = 2
+    sys.exit(code)
+
+
+def _complain(message: str) -> None:
+    click.echo(f"pellucid: {' '.join(message.split())}", err=True)
+
+
+if __name__ == "__main__":
+    main()
