@@ -2,7 +2,7 @@
 The metric catalogue: one table of everything that `/metrics` says, with the way each number is read from records.
 
 Names follow Prometheus: base units, `_total` on counters.  Durations are kept in integer nanoseconds and divided once,
-at the scrape, so sums are exact.  Dashboards and alerts are rendered from this table.
+at the scrape, so sums are exact.  Dashboards and alerts are rendered from this table, which is why it is in one file.
 """
 
 from collections.abc import Callable
@@ -58,6 +58,23 @@ def _gen_ai(record: RequestRecord, amount: int | None) -> Points:
     return [((operation, "pellucid", record.model, record.outcome), amount)]
 
 
+def _latency(name: str, help: str, labels: tuple[str, ...], read: Callable[[RequestRecord], Points]) -> Metric:
+    return Metric(
+        name=name,
+        kind="histogram",
+        help=help,
+        unit="seconds",
+        labels=labels,
+        buckets=LATENCY_BUCKETS_S,
+        divisor=NS_PER_S,
+        of_request=read,
+    )
+
+
+def _request_counter(name: str, help: str, amount: Callable[[RequestRecord], int]) -> Metric:
+    return Metric(name=name, kind="counter", help=help, of_request=lambda r: [((), amount(r))], zeros=True)
+
+
 _GEN_AI_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "outcome")
 
 REQUEST_METRICS = (
@@ -68,45 +85,29 @@ REQUEST_METRICS = (
         labels=("route", "outcome", "status_class"),
         of_request=lambda r: [((r.route, r.outcome, _status_class(r.status)), 1)],
     ),
-    Metric(
-        name="pellucid_request_duration_seconds",
-        kind="histogram",
-        help="From the acceptance of a request to its last byte.",
-        unit="seconds",
-        labels=("route", "outcome"),
-        buckets=LATENCY_BUCKETS_S,
-        divisor=NS_PER_S,
-        of_request=lambda r: [((r.route, r.outcome), _e2e_ns(r))],
+    _latency(
+        "pellucid_request_duration_seconds",
+        "From the acceptance of a request to its last byte.",
+        ("route", "outcome"),
+        lambda r: [((r.route, r.outcome), _e2e_ns(r))],
     ),
-    Metric(
-        name="pellucid_request_time_to_first_token_seconds",
-        kind="histogram",
-        help="From the acceptance of a request to its first output token.",
-        unit="seconds",
-        labels=("route",),
-        buckets=LATENCY_BUCKETS_S,
-        divisor=NS_PER_S,
-        of_request=lambda r: _route_if(r.first_token_ns > 0, r, r.first_token_ns),
+    _latency(
+        "pellucid_request_time_to_first_token_seconds",
+        "From the acceptance of a request to its first output token.",
+        ("route",),
+        lambda r: _route_if(r.first_token_ns > 0, r, r.first_token_ns),
     ),
-    Metric(
-        name="pellucid_request_time_per_output_token_seconds",
-        kind="histogram",
-        help="Mean time between the output tokens of one request, after the first.",
-        unit="seconds",
-        labels=("route",),
-        buckets=LATENCY_BUCKETS_S,
-        divisor=NS_PER_S,
-        of_request=_token_gap,
+    _latency(
+        "pellucid_request_time_per_output_token_seconds",
+        "Mean time between the output tokens of one request, after the first.",
+        ("route",),
+        _token_gap,
     ),
-    Metric(
-        name="pellucid_request_token_gap_max_seconds",
-        kind="histogram",
-        help="Longest time between two output tokens of one request: the pause that a reader notices.",
-        unit="seconds",
-        labels=("route",),
-        buckets=LATENCY_BUCKETS_S,
-        divisor=NS_PER_S,
-        of_request=lambda r: _route_if(r.gap_max_ns > 0, r, r.gap_max_ns),
+    _latency(
+        "pellucid_request_token_gap_max_seconds",
+        "Longest time between two output tokens of one request: the pause that a reader notices.",
+        ("route",),
+        lambda r: _route_if(r.gap_max_ns > 0, r, r.gap_max_ns),
     ),
     Metric(
         name="pellucid_request_state_seconds_total",
@@ -151,20 +152,12 @@ REQUEST_METRICS = (
         of_request=lambda r: [(("computed",), r.computed_tokens), (("cached",), r.cached_tokens)],
         zeros=True,
     ),
-    Metric(
-        name="pellucid_recomputed_tokens_total",
-        kind="counter",
-        help="Tokens paid again after a preemption; not a cache hit, and not in the prompt tokens.",
-        of_request=lambda r: [((), r.recomputed_tokens)],
-        zeros=True,
+    _request_counter(
+        "pellucid_recomputed_tokens_total",
+        "Tokens paid again after a preemption; not a cache hit, and not in the prompt tokens.",
+        lambda r: r.recomputed_tokens,
     ),
-    Metric(
-        name="pellucid_output_tokens_total",
-        kind="counter",
-        help="Output tokens of ended requests.",
-        of_request=lambda r: [((), r.output_tokens)],
-        zeros=True,
-    ),
+    _request_counter("pellucid_output_tokens_total", "Output tokens of ended requests.", lambda r: r.output_tokens),
     Metric(
         name="pellucid_draft_tokens_total",
         kind="counter",
@@ -180,48 +173,38 @@ REQUEST_METRICS = (
         of_request=lambda r: [((), r.prompt_tokens)] if _was_admitted(r) else [],
         zeros=True,
     ),
-    Metric(
-        name="pellucid_prefix_cache_hit_tokens_total",
-        kind="counter",
-        help="Prompt tokens that were found there; divide by the queries for the hit rate.",
-        of_request=lambda r: [((), r.cached_tokens)],
-        zeros=True,
+    _request_counter(
+        "pellucid_prefix_cache_hit_tokens_total",
+        "Prompt tokens that were found there; divide by the queries for the hit rate.",
+        lambda r: r.cached_tokens,
     ),
-    Metric(
-        name="gen_ai_server_request_duration_seconds",
-        kind="histogram",
-        help="OpenTelemetry gen_ai.server.request.duration, all outcomes included.",
-        unit="seconds",
-        labels=_GEN_AI_LABELS,
-        buckets=LATENCY_BUCKETS_S,
-        divisor=NS_PER_S,
-        of_request=lambda r: _gen_ai(r, _e2e_ns(r)),
+    _latency(
+        "gen_ai_server_request_duration_seconds",
+        "OpenTelemetry gen_ai.server.request.duration, all outcomes included.",
+        _GEN_AI_LABELS,
+        lambda r: _gen_ai(r, _e2e_ns(r)),
     ),
-    Metric(
-        name="gen_ai_server_time_to_first_token_seconds",
-        kind="histogram",
-        help="OpenTelemetry gen_ai.server.time_to_first_token.",
-        unit="seconds",
-        labels=_GEN_AI_LABELS,
-        buckets=LATENCY_BUCKETS_S,
-        divisor=NS_PER_S,
-        of_request=lambda r: _gen_ai(r, r.first_token_ns or None),
+    _latency(
+        "gen_ai_server_time_to_first_token_seconds",
+        "OpenTelemetry gen_ai.server.time_to_first_token.",
+        _GEN_AI_LABELS,
+        lambda r: _gen_ai(r, r.first_token_ns or None),
     ),
-    Metric(
-        name="gen_ai_server_time_per_output_token_seconds",
-        kind="histogram",
-        help="OpenTelemetry gen_ai.server.time_per_output_token.",
-        unit="seconds",
-        labels=_GEN_AI_LABELS,
-        buckets=LATENCY_BUCKETS_S,
-        divisor=NS_PER_S,
-        of_request=lambda r: _gen_ai(r, token_gap_mean_ns(r)),
+    _latency(
+        "gen_ai_server_time_per_output_token_seconds",
+        "OpenTelemetry gen_ai.server.time_per_output_token.",
+        _GEN_AI_LABELS,
+        lambda r: _gen_ai(r, token_gap_mean_ns(r)),
     ),
 )
 
 
 def _of_replica(amount: Callable[[StepRecord], int]) -> Callable[[StepRecord], Points]:
     return lambda step: [((str(step.replica),), amount(step))]
+
+
+def _step_counter(name: str, help: str, amount: Callable[[StepRecord], int]) -> Metric:
+    return Metric(name=name, kind="counter", help=help, labels=("replica",), of_step=_of_replica(amount))
 
 
 def _step_work(step: StepRecord) -> Points:
@@ -236,13 +219,7 @@ def _step_work(step: StepRecord) -> Points:
 
 
 STEP_METRICS = (
-    Metric(
-        name="pellucid_engine_steps_total",
-        kind="counter",
-        help="Engine steps.",
-        labels=("replica",),
-        of_step=_of_replica(lambda step: 1),
-    ),
+    _step_counter("pellucid_engine_steps_total", "Engine steps.", lambda step: 1),
     Metric(
         name="pellucid_engine_step_busy_seconds",
         kind="histogram",
@@ -269,19 +246,15 @@ STEP_METRICS = (
         labels=("replica", "work"),
         of_step=_step_work,
     ),
-    Metric(
-        name="pellucid_engine_emitted_tokens_total",
-        kind="counter",
-        help="Output tokens that engine steps have produced.",
-        labels=("replica",),
-        of_step=_of_replica(lambda step: step.emitted_tokens),
+    _step_counter(
+        "pellucid_engine_emitted_tokens_total",
+        "Output tokens that engine steps have produced.",
+        lambda step: step.emitted_tokens,
     ),
-    Metric(
-        name="pellucid_engine_cached_tokens_total",
-        kind="counter",
-        help="Prompt tokens found in the prefix cache at admission.",
-        labels=("replica",),
-        of_step=_of_replica(lambda step: step.cached_tokens),
+    _step_counter(
+        "pellucid_engine_cached_tokens_total",
+        "Prompt tokens found in the prefix cache at admission.",
+        lambda step: step.cached_tokens,
     ),
     Metric(
         name="pellucid_engine_draft_tokens_total",
@@ -301,19 +274,13 @@ STEP_METRICS = (
         buckets=(0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0),
         of_step=_of_replica(lambda step: step.sequences),
     ),
-    Metric(
-        name="pellucid_engine_preemptions_total",
-        kind="counter",
-        help="Sequences whose KV was taken away for others.",
-        labels=("replica",),
-        of_step=_of_replica(lambda step: step.preemptions),
+    _step_counter(
+        "pellucid_engine_preemptions_total",
+        "Sequences whose KV was taken away for others.",
+        lambda step: step.preemptions,
     ),
-    Metric(
-        name="pellucid_engine_evictions_total",
-        kind="counter",
-        help="Cached KV blocks given up for new tokens.",
-        labels=("replica",),
-        of_step=_of_replica(lambda step: step.evictions),
+    _step_counter(
+        "pellucid_engine_evictions_total", "Cached KV blocks given up for new tokens.", lambda step: step.evictions
     ),
     Metric(
         name="pellucid_engine_interconnect_bytes_total",
@@ -331,6 +298,11 @@ def _of_current(amount: Callable[[StepRecord], int | float]) -> Callable[[View],
     return lambda view: [
         ((str(replica.replica),), amount(replica.step)) for replica in view.replicas if replica.step is not None
     ]
+
+
+def _replica_gauge(name: str, help: str, amount: Callable[[StepRecord], int | float]) -> Metric:
+    unit = "ratio" if name.endswith("_ratio") else ""
+    return Metric(name=name, kind="gauge", help=help, unit=unit, labels=("replica",), of_view=_of_current(amount))
 
 
 def _kv_slots(view: View) -> Points:
@@ -380,51 +352,31 @@ VIEW_METRICS = (
         labels=("replica", "place"),
         of_view=_kv_slots,
     ),
-    Metric(
-        name="pellucid_kv_utilization_ratio",
-        kind="gauge",
-        help="Share of the KV pool that is not available to a new request.",
-        unit="ratio",
-        labels=("replica",),
-        of_view=_of_current(lambda step: step.kv.utilization),
+    _replica_gauge(
+        "pellucid_kv_utilization_ratio",
+        "Share of the KV pool that is not available to a new request.",
+        lambda step: step.kv.utilization,
     ),
-    Metric(
-        name="pellucid_kv_token_occupancy_ratio",
-        kind="gauge",
-        help="Share of the KV pool that holds keys and values somebody uses now.",
-        unit="ratio",
-        labels=("replica",),
-        of_view=_of_current(lambda step: step.kv.token_occupancy),
+    _replica_gauge(
+        "pellucid_kv_token_occupancy_ratio",
+        "Share of the KV pool that holds keys and values somebody uses now.",
+        lambda step: step.kv.token_occupancy,
     ),
-    Metric(
-        name="pellucid_kv_internal_fragmentation_ratio",
-        kind="gauge",
-        help="Share of the started KV blocks that is unfilled.",
-        unit="ratio",
-        labels=("replica",),
-        of_view=_of_current(lambda step: step.kv.internal_fragmentation),
+    _replica_gauge(
+        "pellucid_kv_internal_fragmentation_ratio",
+        "Share of the started KV blocks that is unfilled.",
+        lambda step: step.kv.internal_fragmentation,
     ),
-    Metric(
-        name="pellucid_kv_external_fragmentation_ratio",
-        kind="gauge",
-        help="Free KV memory that no request could use: zero by construction, any free block serves any request.",
-        unit="ratio",
-        labels=("replica",),
-        of_view=_of_current(lambda step: 0),
+    _replica_gauge(
+        "pellucid_kv_external_fragmentation_ratio",
+        "Free KV memory that no request could use: zero by construction, any free block serves any request.",
+        lambda step: 0,
     ),
-    Metric(
-        name="pellucid_engine_running_sequences",
-        kind="gauge",
-        help="Sequences that hold KV.",
-        labels=("replica",),
-        of_view=_of_current(lambda step: step.running),
-    ),
-    Metric(
-        name="pellucid_engine_waiting_sequences",
-        kind="gauge",
-        help="Sequences that wait for a place in the batch or for KV.",
-        labels=("replica",),
-        of_view=_of_current(lambda step: step.waiting),
+    _replica_gauge("pellucid_engine_running_sequences", "Sequences that hold KV.", lambda step: step.running),
+    _replica_gauge(
+        "pellucid_engine_waiting_sequences",
+        "Sequences that wait for a place in the batch or for KV.",
+        lambda step: step.waiting,
     ),
     Metric(
         name="pellucid_telemetry_drops_total",

@@ -17,12 +17,17 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from telemetry import clock
+from telemetry.books import request_mismatches, step_mismatches
 from telemetry.complaints import Complaints
+from telemetry.export import SpanExport, open_export, target
 from telemetry.live import LiveRequest, TraceContext, accept_trace
+from telemetry.logs import dropped_lines, log_request
 from telemetry.metrics import Metrics
 from telemetry.recent import BLOCK_SLOTS, Recent
 from telemetry.records import RequestRecord, StepRecord
+from telemetry.runtime import RuntimeSampler
 from telemetry.sink import Sink
+from telemetry.spans import request_spans, wall_offset_ns
 from telemetry.views import Json, JsonObject, kv_json, request_json, step_json
 from telemetry.vocabulary import ReplicaView, View
 
@@ -33,6 +38,8 @@ _logger = logging.getLogger("pellucid.telemetry")
 PUMP_PERIOD_S = 0.1
 PUMP_BUDGET_NS = 2_000_000
 """How long one turn of the pump may keep the event loop."""
+FLUSH_S = 3.0
+"""How long `stop` waits for a collector."""
 RECORDS_MAX = 16_384
 REQUESTS_MAX = 1_000
 STEPS_MAX = 2_000
@@ -66,12 +73,20 @@ class Hub:
     """Takes records, never slows their producer, and answers questions about them."""
 
     def __init__(self, *, model: str = "", version: str = "", otlp_endpoint: str = "") -> None:
+        """
+        `otlp_endpoint` is what the command line says; empty: what the OTEL_* variables say.
+
+        Raises ExportConfigError when those make no sense.
+        """
         self._models = (model,) if model else ()
         self._version = version
         self._sink: Sink[_Item] = Sink(items_max=RECORDS_MAX)
         self._recent = Recent(requests_max=REQUESTS_MAX, steps_max=STEPS_MAX, live_max=LIVE_MAX)
         self._metrics = Metrics(models=self._models)
         self._drops: dict[str, int] = {"live_full": 0, "consumer_failed": 0}
+        self._target = target(otlp_endpoint, os.environ)
+        self._export: SpanExport | None = None
+        self._runtime = RuntimeSampler(self)
         self._complaints = Complaints(_logger)
         self._pumping: asyncio.Task[None] | None = None
 
@@ -92,7 +107,8 @@ class Hub:
 
     def observe(self, metric: str, amount: int, labels: tuple[str, ...] = ()) -> None:
         """Add to a metric of the catalogue that is in no record, such as the event loop's lag.  From any thread."""
-        self._sink.put(_Observation(metric, labels, amount))
+        if len(self._sink) < RECORDS_MAX // 2:  # Under pressure records go first: measurements repeat themselves.
+            self._sink.put(_Observation(metric, labels, amount))
 
     def engine_up(self, replica: int, *, epoch: str, block_slots: int = BLOCK_SLOTS) -> None:
         """The gateway is connected to this replica, which calls this life of itself `epoch`."""
@@ -134,18 +150,26 @@ class Hub:
     # Its own life.
 
     async def start(self) -> None:
-        """Begin to pump."""
+        """Begin to pump, to measure the runtime and, where an endpoint is set, to export spans."""
         assert self._pumping is None, "started twice"
+        if self._target is not None and self._export is None:
+            self._export = open_export(self._target, version=self._version)
+            _logger.info("spans go to %s (%s)", self._target.shown, self._target.protocol)
+        self._runtime.start()
         self._pumping = asyncio.create_task(self._pump_for_ever(), name="telemetry pump")
 
     async def stop(self) -> None:
-        """Hand on what is left and flush, within a bound."""
-        if self._pumping is not None:
-            self._pumping.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._pumping
-            self._pumping = None
+        """Hand on what is left, and give the exporter FLUSH_S to deliver it.  Afterwards the hub only answers."""
+        if self._pumping is None:
+            return
+        self._pumping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._pumping
+        self._pumping = None
+        await self._runtime.stop()
         self._pump_all()
+        if self._export is not None:
+            await self._export.stop(FLUSH_S)
 
     async def _pump_for_ever(self) -> None:
         while True:
@@ -168,23 +192,47 @@ class Hub:
         if isinstance(item, _Ended):
             self._guard("metrics", self._metrics.request, item.record)
             self._guard("recent", self._recent.request, item.record)
+            self._guard("books", self._check_request, item.record)
+            self._guard("spans", self._trace, item)
+            self._guard("logs", log_request, item.record)
         elif isinstance(item, StepRecord):
             self._guard("metrics", self._metrics.step, item)
             self._guard("recent", self._remember_step, item)
+            self._guard("books", self._check_step, item)
         else:
             self._guard("metrics", self._observe, item)
 
     def _remember_step(self, step: StepRecord) -> None:
         self._recent.step(step, clock.now_ns())
 
+    def _trace(self, ended: _Ended) -> None:
+        if self._export is not None:
+            spans = request_spans(ended.record, ended.live, offset_ns=wall_offset_ns())
+            if spans:
+                self._export.submit(spans)
+
     def _observe(self, item: _Observation) -> None:
         self._metrics.feed(item.metric, item.labels, item.amount)
+
+    def _check_request(self, record: RequestRecord) -> None:
+        for book, amount in request_mismatches(record):
+            self._mismatch(book, amount, f"request {record.request_id}")
+
+    def _check_step(self, record: StepRecord) -> None:
+        for book, amount in step_mismatches(record):
+            self._mismatch(book, amount, f"step {record.step_id} of replica {record.replica}")
+        for finished in record.finished:
+            self._check_request(finished)
+
+    def _mismatch(self, book: str, amount: int, whose: str) -> None:
+        self._metrics.feed("pellucid_book_mismatches_total", (book,), 1)
+        self._complaints.log(book, "the %s book of %s does not close: %d too few", book, whose, amount)
 
     def _guard(self, consumer: str, consume: Callable[[_Value], None], value: _Value) -> None:
         """Whatever goes wrong with one consumer is counted and logged: it must not reach the others, or a request."""
         try:
             consume(value)
-        except Exception:  # The consumer's bug must not become the request's.
+        except Exception:  # noqa: BLE001  the consumer's bug must not become the request's.
             self._drops["consumer_failed"] += 1
             self._complaints.log(consumer, "a consumer of telemetry failed: %s", consumer, exc_info=True)
 
@@ -199,11 +247,13 @@ class Hub:
             )
             for number, replica in sorted(self._recent.replicas.items())
         )
+        span_drops = self._export.drops() if self._export is not None else {}
         return View(
             replicas=tuple(replicas),
             live=dict(Counter(live.route for live in self._recent.live.values())),
-            drops=self._drops | {"sink_full": self._sink.dropped},
+            drops=self._drops | {"sink_full": self._sink.dropped, "log_lines": dropped_lines()} | span_drops,
             pending_records=len(self._sink),
+            pending_spans=self._export.pending_spans() if self._export is not None else 0,
             resident_bytes=resident_bytes(),
             build=tuple((self._version, model) for model in self._models),
         )

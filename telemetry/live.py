@@ -65,6 +65,10 @@ class LiveRequest:
     tenant: str = ""
     model: str = ""
     route: str = ""
+    """The template of the path, such as /v1/models/{id}."""
+    method: str = "POST"
+    path: str = ""
+    """The path as it was sent, without its query; empty: the same as the route."""
     stream: bool = False
     choices: int = 1
     trace: TraceContext = field(default_factory=accept_trace)
@@ -77,4 +81,4 @@ class LiveRequest:
     parameters: dict[str, Attribute] = field(default_factory=dict)
     """What was asked for, by the names of `telemetry.names.REQUEST_PARAMETERS`: max_tokens, temperature, seed, ..."""
     error: str = ""
-    """The code of the error that the request ended with, if any: becomes `error.type`."""
+    """The code of the error that the request ended with, if any: becomes `error.type`, so it is one of a few words."""

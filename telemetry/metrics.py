@@ -102,8 +102,7 @@ class Metrics:
     def _closed(self, metric: Metric, values: tuple[str, ...]) -> tuple[str, ...]:
         """The same label values, with strangers replaced: nobody can make series by sending new words."""
         return tuple(
-            value if self._is_known(label, value) else OTHER
-            for label, value in zip(metric.labels, values, strict=True)
+            value if self._is_known(label, value) else OTHER for label, value in zip(metric.labels, values, strict=True)
         )
 
     def _is_known(self, label: str, value: str) -> bool:

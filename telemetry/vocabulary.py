@@ -42,6 +42,7 @@ OUTCOMES = (
     "failed",
     "shutdown",
     # As the gateway does.
+    "ok",
     "client_gone",
     "invalid",
     "unauthorized",
@@ -51,7 +52,7 @@ OUTCOMES = (
     "quota",
     "timeout",
     "draining",
-    "no_engine",
+    "no_healthy_engine",
     "engine_lost",
     "error",
     OTHER,
@@ -86,9 +87,10 @@ DEPLOYMENT_LABELS = ("model", "gen_ai_request_model", "replica", "version", "epo
 """Labels whose few values come from the deployment's configuration, never from a request."""
 
 LATENCY_BUCKETS_S = (
-    (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75)
-    + (1.0, 1.5, 2.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 80.0, 120.0)
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75,
+    1.0, 1.5, 2.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 80.0, 120.0,
 )  # fmt: skip
+"""Those of the GenAI conventions, extended at both ends; each value that an SLO may name is an exact bound."""
 STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 TOKEN_BUCKETS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
 

@@ -1,0 +1,42 @@
+"""
+Whether the books of a record close.  A mismatch is a bug of ours: it is counted and logged, never raised.
+"""
+
+from collections.abc import Iterator
+
+from telemetry.records import RequestRecord, StepRecord
+from telemetry.vocabulary import FINISHED_OUTCOMES
+
+Mismatch = tuple[str, int]
+"""A book of `vocabulary.BOOKS`, and by how many ns, slots or tokens it fails to close."""
+
+
+def request_mismatches(record: RequestRecord) -> Iterator[Mismatch]:
+    """The latency book and the token book of one request."""
+    if lost_ns := record.imbalance():
+        yield "latency", lost_ns
+    elif any(spent_ns < 0 for spent_ns in record.states.values()):
+        yield "latency", min(record.states.values())
+    if lost_tokens := _prompt_imbalance(record):
+        yield "token", lost_tokens
+    if lost_drafts := record.drafted_tokens - record.draft_accepted_tokens - record.draft_rejected_tokens:
+        yield "token", lost_drafts
+
+
+def step_mismatches(record: StepRecord) -> Iterator[Mismatch]:
+    """The step book, the KV book and the draft line of the token book of one step."""
+    if lost_ns := record.imbalance():
+        yield "step", lost_ns
+    if lost_slots := record.kv.imbalance():
+        yield "kv", lost_slots
+    if lost_drafts := record.drafted_tokens - record.draft_accepted_tokens - record.draft_rejected_tokens:
+        yield "token", lost_drafts
+
+
+def _prompt_imbalance(record: RequestRecord) -> int:
+    """Prompt tokens that were neither computed nor found; a prompt that was cut short may only have too few."""
+    paid = record.computed_tokens + record.cached_tokens
+    served = record.steps > 0 or paid > 0  # Echo without generation never reaches the engine.
+    if record.outcome in FINISHED_OUTCOMES and served:
+        return record.prompt_tokens - paid
+    return min(0, record.prompt_tokens - paid)

@@ -1,0 +1,77 @@
+"""
+Names of the OpenTelemetry semantic conventions, as constants of our own.
+
+The GenAI conventions live in open-telemetry/semantic-conventions-genai and are all in development, so the constants
+that the Python packages ship are deprecated.  These follow version 0.1.0 of the GenAI conventions and 1.44.0 of the
+general ones; a change of either is a change of this file and of its golden test.
+"""
+
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
+GEN_AI_VERSION = "0.1.0"
+
+PROVIDER = "pellucid"
+
+# General.
+ERROR_TYPE = "error.type"
+HTTP_REQUEST_METHOD = "http.request.method"
+HTTP_RESPONSE_STATUS_CODE = "http.response.status_code"
+HTTP_ROUTE = "http.route"
+URL_PATH = "url.path"
+SERVICE_NAME = "service.name"
+SERVICE_VERSION = "service.version"
+SERVICE_INSTANCE_ID = "service.instance.id"
+
+# GenAI: only on the request's own span, because Jaeger makes an unknown GenAI node of any other that carries one.
+GEN_AI_OPERATION_NAME = "gen_ai.operation.name"
+GEN_AI_PROVIDER_NAME = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL = "gen_ai.request.model"
+GEN_AI_REQUEST_STREAM = "gen_ai.request.stream"
+GEN_AI_REQUEST_CHOICE_COUNT = "gen_ai.request.choice.count"
+GEN_AI_RESPONSE_ID = "gen_ai.response.id"
+GEN_AI_RESPONSE_MODEL = "gen_ai.response.model"
+GEN_AI_RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
+GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
+GEN_AI_USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+GEN_AI_USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+
+REQUEST_PARAMETERS = {
+    "max_tokens": "gen_ai.request.max_tokens",
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "seed": "gen_ai.request.seed",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    # Without a name in the conventions.
+    "min_p": "pellucid.request.min_p",
+    "min_tokens": "pellucid.request.min_tokens",
+    "repetition_penalty": "pellucid.request.repetition_penalty",
+    "logprobs": "pellucid.request.logprobs",
+    "ignore_eos": "pellucid.request.ignore_eos",
+    "priority": "pellucid.request.priority",
+}
+"""Which parameters of a request become span attributes.  Stop strings do not: they are text of the user's."""
+
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+"""The operation behind each route that generates."""
+
+# Ours.
+REQUEST_ID = "pellucid.request_id"
+TENANT = "pellucid.tenant"
+OUTCOME = "pellucid.outcome"
+ERROR_CODE = "pellucid.error_code"
+PREEMPTIONS = "pellucid.preemptions"
+STEPS = "pellucid.steps"
+COMPUTED_TOKENS = "pellucid.tokens.computed"
+RECOMPUTED_TOKENS = "pellucid.tokens.recomputed"
+DRAFTED_TOKENS = "pellucid.tokens.drafted"
+DRAFT_ACCEPTED_TOKENS = "pellucid.tokens.draft_accepted"
+KV_BLOCK_SECONDS = "pellucid.kv.block_seconds"
+TOKEN_GAP_MAX_SECONDS = "pellucid.token_gap_max_seconds"
+PHASE = "pellucid.phase"
+PHASE_NS = "pellucid.phase.ns"
+PHASE_SHARE = "pellucid.phase.share"
+LAYOUT = "pellucid.phase.layout"
+COALESCED = "coalesced"
+"""All time in a state is laid out as one span: its length is exact, its place is not."""

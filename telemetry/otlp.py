@@ -1,0 +1,199 @@
+"""
+Spans to an OpenTelemetry collector, over HTTP or gRPC, in a thread of the SDK's.
+
+A request's tree is handed over whole or not at all: half a tree would tell a wrong story.  What is lost is counted by
+reason; a collector that fails is logged when it begins to fail and when it is back, not in between.
+"""
+
+import asyncio
+import logging
+import threading
+import uuid
+from collections.abc import Sequence
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
+from opentelemetry.trace.status import Status, StatusCode
+
+from telemetry import names
+from telemetry.export import Target
+from telemetry.spans import SpanData
+
+_logger = logging.getLogger("pellucid.telemetry")
+
+QUEUE_SPANS_MAX = 2048
+BATCH_SPANS_MAX = 512
+BATCH_PERIOD_S = 1.0
+_OK = Status(StatusCode.UNSET)
+_FAILED = Status(StatusCode.ERROR)
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+
+
+class OtlpExport:
+    """A `telemetry.export.SpanExport` through the SDK's batch processor."""
+
+    def __init__(self, to: Target, *, version: str, exporter: SpanExporter | None = None) -> None:
+        """`exporter` takes the place of the one that `to` asks for."""
+        sdk_logger = logging.getLogger("opentelemetry")
+        sdk_logger.addHandler(_SDK_WORDS)  # The same handler again changes nothing.
+        sdk_logger.propagate = False
+        self._resource = _resource(version)
+        self._scope = InstrumentationScope("pellucid", version, names.SCHEMA_URL)
+        self._counted = _Counted(exporter or _exporter(to), to.shown)
+        self._processor = BatchSpanProcessor(
+            self._counted,
+            max_queue_size=QUEUE_SPANS_MAX,
+            max_export_batch_size=BATCH_SPANS_MAX,
+            schedule_delay_millis=BATCH_PERIOD_S * 1000,
+        )
+        self._submitted = 0
+        self._dropped = 0
+        self._stopped = False
+
+    def submit(self, spans: Sequence[SpanData]) -> None:
+        """Hand over one tree, whole or not at all."""
+        queued = self._submitted - self._counted.taken
+        if self._stopped or queued + len(spans) > QUEUE_SPANS_MAX:
+            self._dropped += len(spans)
+            return
+        self._submitted += len(spans)
+        for span in spans:
+            self._processor.on_end(self._readable(span))
+
+    def drops(self) -> dict[str, int]:
+        """Spans lost so far, by reason."""
+        return {"spans_queue_full": self._dropped, "spans_export_failed": self._counted.failed}
+
+    def pending_spans(self) -> int:
+        """Spans that are neither delivered nor lost yet."""
+        return self._submitted - self._counted.delivered - self._counted.failed
+
+    async def stop(self, flush_s: float) -> None:
+        """Deliver what can be delivered within `flush_s`; the rest is lost and counted."""
+        self._stopped = True
+        flushed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def flush() -> None:
+            self._processor.shutdown()  # type: ignore[no-untyped-call]  # Joins the SDK's thread, which sends all that is queued.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(flushed.set)
+
+        # A thread that the interpreter does not wait for: a frozen collector must not keep the process alive.
+        threading.Thread(target=flush, name="span flush", daemon=True).start()
+        try:
+            await asyncio.wait_for(flushed.wait(), flush_s)
+        except TimeoutError:
+            self._counted.give_up()
+            _logger.warning("%d spans were not delivered within %g s", self.pending_spans(), flush_s)
+
+    def _readable(self, span: SpanData) -> ReadableSpan:
+        state = TraceState.from_header([span.trace_state]) if span.trace_state else None
+        return ReadableSpan(
+            name=span.name,
+            context=_context(span.trace_id, span.span_id, state=state),
+            parent=_context(span.trace_id, span.parent_id, remote=span.parent_is_remote) if span.parent_id else None,
+            resource=self._resource,
+            attributes=span.attributes,
+            kind=SpanKind.SERVER if span.is_server else SpanKind.INTERNAL,
+            status=_FAILED if span.failed else _OK,
+            start_time=span.started_ns,
+            end_time=span.ended_ns,
+            instrumentation_scope=self._scope,
+        )
+
+
+class _LastWords(logging.Handler):
+    """Keeps what the SDK last said: it complains of every batch, `_Counted` quotes it once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Remember the first line."""
+        self.text = record.getMessage().partition("\n")[0][:300]
+
+
+_SDK_WORDS = _LastWords()
+
+
+class _Counted(SpanExporter):
+    """Counts what the real exporter delivers and loses, and says when that changes.  Called in the SDK's thread."""
+
+    def __init__(self, inner: SpanExporter, where: str) -> None:
+        self._inner = inner
+        self._where = where
+        self._working = True
+        self.taken = 0
+        self.delivered = 0
+        self.failed = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send one batch."""
+        self.taken += len(spans)
+        _SDK_WORDS.text = reason = ""
+        try:
+            result = self._inner.export(spans)
+        except Exception as error:  # noqa: BLE001  whatever a transport raises is a loss of spans, and no more.
+            result, reason = SpanExportResult.FAILURE, type(error).__name__
+        if result is SpanExportResult.SUCCESS:
+            self.delivered += len(spans)
+        else:
+            self.failed += len(spans)
+        self._tell(result is SpanExportResult.SUCCESS, reason or _SDK_WORDS.text)
+        return result
+
+    def give_up(self) -> None:
+        """End what is under way, retries included."""
+        self._inner.shutdown()
+
+    def shutdown(self) -> None:
+        """Close the connection."""
+        self._inner.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Nothing is kept here."""
+        return True
+
+    def _tell(self, working: bool, reason: str) -> None:
+        if working == self._working:
+            return
+        self._working = working
+        if working:
+            _logger.warning("spans reach %s again; %d were lost", self._where, self.failed)
+        else:
+            _logger.error("spans do not reach %s; requests are not affected (%s)", self._where, reason)
+
+
+def _exporter(to: Target) -> SpanExporter:
+    if to.protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc  # noqa: PLC0415  gRPC is big
+
+        return Grpc(endpoint=to.url)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http  # noqa: PLC0415
+
+    return Http(endpoint=to.url)
+
+
+def _resource(version: str) -> Resource:
+    own = {
+        names.SERVICE_NAME: "pellucid",
+        names.SERVICE_VERSION: version or "unknown",
+        names.SERVICE_INSTANCE_ID: str(uuid.uuid4()),
+    }
+    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win: the operator knows better.
+    detected = Resource.create({})
+    named = {key: value for key, value in detected.attributes.items() if not _is_default(key, value)}
+    return Resource({**detected.attributes, **own, **named}, names.SCHEMA_URL)
+
+
+def _is_default(key: str, value: object) -> bool:
+    return key == names.SERVICE_NAME and str(value).startswith("unknown_service")
+
+
+def _context(trace_id: str, span_id: str, *, state: TraceState | None = None, remote: bool = False) -> SpanContext:
+    return SpanContext(int(trace_id, 16), int(span_id, 16), remote, _SAMPLED, state)

@@ -1,0 +1,188 @@
+"""
+The span tree of a request, built once it has ended.
+
+    POST /v1/chat/completions          SERVER
+      chat {model}                     INTERNAL, the only one with gen_ai.*
+        parse, tokenize, dispatch ...  one INTERNAL span per state: touching, sequential, summing to the request
+
+A request passes through some states many times (decode, stalled, decode, ...).  All time in a state becomes one span,
+and the spans are laid end to end in the order of a life: a bounded number of spans whatever the output length, and a
+critical path that is true.  This module knows no SDK; `telemetry.export` does.
+"""
+
+import secrets
+import time
+from dataclasses import dataclass
+
+from telemetry import clock, names
+from telemetry.live import Attribute, LiveRequest, TraceContext
+from telemetry.records import RequestRecord
+from telemetry.vocabulary import FINISHED_OUTCOMES, NS_PER_S, STATES
+
+SPANS_MAX = 60
+UNACCOUNTED = "unaccounted"
+"""The phase of time that no state claims: a book that does not close is shown, not hidden."""
+SERVER_FAULTS = ("failed", "deadline", "shutdown", "engine_lost", "error")
+"""Outcomes that are our fault even where the status had been sent as 200 before."""
+UNTRACED_ROUTES = ("/health", "/ready", "/metrics")
+"""Asked every few seconds by machines: their traces would push out those of requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanData:
+    """One span, its times in nanoseconds of the wall clock."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    parent_is_remote: bool
+    is_server: bool
+    started_ns: int
+    ended_ns: int
+    attributes: dict[str, Attribute]
+    failed: bool
+    trace_state: str
+
+
+def wall_offset_ns() -> int:
+    """What turns a stamp of `telemetry.clock` into time of day, now."""
+    return time.time_ns() - clock.now_ns()
+
+
+def request_spans(record: RequestRecord, live: LiveRequest | None, *, offset_ns: int) -> list[SpanData]:
+    """The tree of one ended request, root first; empty where the caller has decided not to sample it."""
+    trace = live.trace if live is not None else _own_trace(record)
+    if not trace.sampled or record.route in UNTRACED_ROUTES:
+        return []
+    failed = record.status >= 500 or (record.status < 400 and record.outcome in SERVER_FAULTS)
+    started_ns = record.accepted_ns + offset_ns
+    root = SpanData(
+        name=f"{live.method if live else 'POST'} {record.route}".rstrip(),
+        trace_id=trace.trace_id,
+        span_id=trace.span_id,
+        parent_id=trace.parent_id,
+        parent_is_remote=True,
+        is_server=True,
+        started_ns=started_ns,
+        ended_ns=record.finished_ns + offset_ns,
+        attributes=_server_attributes(record, live, failed=failed),
+        failed=failed,
+        trace_state=trace.state,
+    )
+    spans = [root]
+    operation = names.OPERATIONS.get(record.route)
+    if operation is not None:
+        attributes = _gen_ai_attributes(record, live, operation)
+        name = f"{operation} {record.model}".rstrip()
+        spans.append(_child(root, name, root.started_ns, root.ended_ns, attributes, failed))
+    spans += _phase_spans(record, spans[-1], started_ns)
+    assert len(spans) <= SPANS_MAX
+    return spans
+
+
+def phases(record: RequestRecord) -> list[tuple[str, int]]:
+    """The states of a life in their order, with nanoseconds; they sum to the life whatever the book says."""
+    order = {state: position for position, state in enumerate(STATES)}
+    known = sorted(
+        ((state, spent_ns) for state, spent_ns in record.states.items() if spent_ns > 0),
+        key=lambda phase: (order.get(phase[0], len(order)), phase[0]),
+    )
+    if len(known) > len(STATES):  # Nobody of ours makes up states; a bound all the same.
+        known = [phase for phase in known if phase[0] in order]
+    left_ns = record.finished_ns - record.accepted_ns
+    laid: list[tuple[str, int]] = []
+    for state, spent_ns in known:
+        laid.append((state, min(spent_ns, left_ns)))
+        left_ns -= laid[-1][1]
+    return [phase for phase in [*laid, (UNACCOUNTED, left_ns)] if phase[1] > 0]
+
+
+def _own_trace(record: RequestRecord) -> TraceContext:
+    """For a record that nobody announced."""
+    return TraceContext(trace_id=record.trace_id or secrets.token_hex(16), span_id=secrets.token_hex(8))
+
+
+def _child(
+    parent: SpanData, name: str, started_ns: int, ended_ns: int, attributes: dict[str, Attribute], failed: bool = False
+) -> SpanData:
+    return SpanData(
+        name=name,
+        trace_id=parent.trace_id,
+        span_id=secrets.token_hex(8),
+        parent_id=parent.span_id,
+        parent_is_remote=False,
+        is_server=False,
+        started_ns=started_ns,
+        ended_ns=ended_ns,
+        attributes=attributes,
+        failed=failed,
+        trace_state=parent.trace_state,
+    )
+
+
+def _phase_spans(record: RequestRecord, parent: SpanData, started_ns: int) -> list[SpanData]:
+    spans: list[SpanData] = []
+    whole_ns = max(1, record.finished_ns - record.accepted_ns)
+    for state, spent_ns in phases(record):
+        attributes: dict[str, Attribute] = {
+            names.PHASE: state,
+            names.PHASE_NS: spent_ns,
+            names.PHASE_SHARE: spent_ns / whole_ns,
+            names.LAYOUT: names.COALESCED,
+        }
+        spans.append(_child(parent, state, started_ns, started_ns + spent_ns, attributes))
+        started_ns += spent_ns
+    return spans
+
+
+def _server_attributes(record: RequestRecord, live: LiveRequest | None, *, failed: bool) -> dict[str, Attribute]:
+    attributes: dict[str, Attribute] = {
+        names.HTTP_REQUEST_METHOD: live.method if live else "POST",
+        names.HTTP_ROUTE: record.route,
+        names.HTTP_RESPONSE_STATUS_CODE: record.status,
+        names.URL_PATH: (live.path if live else "") or record.route,
+        names.REQUEST_ID: record.request_id,
+        names.OUTCOME: record.outcome,
+    }
+    if record.tenant:
+        attributes[names.TENANT] = record.tenant
+    if failed:
+        attributes[names.ERROR_TYPE] = str(record.status) if record.status >= 500 else record.outcome
+    if live is not None and live.error:
+        attributes[names.ERROR_CODE] = live.error
+    return attributes
+
+
+def _gen_ai_attributes(record: RequestRecord, live: LiveRequest | None, operation: str) -> dict[str, Attribute]:
+    attributes: dict[str, Attribute] = {
+        names.GEN_AI_OPERATION_NAME: operation,
+        names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
+        names.GEN_AI_REQUEST_MODEL: record.model,
+        names.GEN_AI_REQUEST_STREAM: record.stream,
+        names.GEN_AI_RESPONSE_ID: record.request_id,
+        names.GEN_AI_RESPONSE_MODEL: record.model,
+        names.GEN_AI_USAGE_INPUT_TOKENS: record.prompt_tokens,
+        names.GEN_AI_USAGE_OUTPUT_TOKENS: record.output_tokens,
+        names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: record.cached_tokens,
+        names.PREEMPTIONS: record.preemptions,
+        names.STEPS: record.steps,
+        names.COMPUTED_TOKENS: record.computed_tokens,
+        names.RECOMPUTED_TOKENS: record.recomputed_tokens,
+        names.DRAFTED_TOKENS: record.drafted_tokens,
+        names.DRAFT_ACCEPTED_TOKENS: record.draft_accepted_tokens,
+        names.KV_BLOCK_SECONDS: record.kv_block_ns / NS_PER_S,
+        names.TOKEN_GAP_MAX_SECONDS: record.gap_max_ns / NS_PER_S,
+    }
+    if record.choices != 1:
+        attributes[names.GEN_AI_REQUEST_CHOICE_COUNT] = record.choices
+    if record.stream and record.first_token_ns > 0:
+        attributes[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = record.first_token_ns / NS_PER_S
+    if record.outcome in FINISHED_OUTCOMES:
+        attributes[names.GEN_AI_RESPONSE_FINISH_REASONS] = (record.outcome,) * record.choices
+    else:
+        attributes[names.ERROR_TYPE] = (live.error if live else "") or record.outcome
+    for parameter, name in names.REQUEST_PARAMETERS.items():
+        if live is not None and parameter in live.parameters:
+            attributes[name] = live.parameters[parameter]
+    return attributes
