@@ -94,5 +94,3 @@ def _sampling_fault(sampling: Sampling, config: SchedulerConfig) -> Fault | None
     if not all(isfinite(bias) for bias in sampling.logit_bias.values()):
         return Fault("invalid_value", "A bias is not a finite number.", "logit_bias")
     return None
-
-

@@ -5,7 +5,6 @@ One thread does everything: between two steps the loop asks for what has arrived
 bounded memory: what it has not taken is merged, one delta per request.
 """
 
-import os
 import selectors
 import socket
 from collections import deque
@@ -137,6 +136,11 @@ class Server:
         with suppress(BlockingIOError):  # It is full: the poll will wake anyhow.
             self._wake.send(b"!")
 
+    @property
+    def open(self) -> bool:
+        """Whether it still listens."""
+        return self._listener.fileno() >= 0
+
     def close(self) -> None:
         """Give every gateway a last chance to read, and hang up."""
         for connection in list(self._connections.values()):
@@ -229,8 +233,8 @@ def listen_on(address: str) -> socket.socket:
         path.unlink(missing_ok=True)  # Of a predecessor that was killed; the supervisor starts one engine a path.
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
-        os.chmod(path, 0o600)
-    elif scheme == "tcp" and rest.rpartition(":")[2].isdigit():
+        path.chmod(0o600)
+    elif scheme == "tcp" and ":" in rest and rest.rpartition(":")[2].isdigit():
         host, _, port = rest.rpartition(":")
         listener = socket.create_server((host, int(port)))
     else:

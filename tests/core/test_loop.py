@@ -1,0 +1,130 @@
+"""
+The loop with a made-up clock: parts sum to steps, steps touch, and a device that blows up harms one request only.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+from engine.api import Delta, GenerateRequest, Message, Sampling, StepFrame
+from engine.config import SchedulerConfig
+from engine.device.fake import FakeRunner
+from engine.loop import Loop
+from engine.plan import Slice, StepPlan
+from engine.scheduler import Scheduler
+from telemetry.records import StepRecord
+
+
+class Clock:
+    """Every look at it costs a different number of nanoseconds."""
+
+    def __init__(self) -> None:
+        self.now = 10_000
+        self.looks = 0
+
+    def __call__(self) -> int:
+        self.looks += 1
+        self.now += 7 + self.looks % 13
+        return self.now
+
+
+class Script:
+    """A link whose messages are given per poll."""
+
+    def __init__(self, clock: Clock, polls: Iterator[list[Message]]) -> None:
+        self.clock = clock
+        self.polls = polls
+        self.frames: list[StepFrame] = []
+        self.waits: list[float | None] = []
+
+    def poll(self, timeout_s: float | None) -> list[Message]:
+        self.waits.append(timeout_s)
+        self.clock.now += 1_000 if timeout_s is None else 3
+        return next(self.polls, [])
+
+    def publish(self, frame: StepFrame) -> list[Message]:
+        self.frames.append(frame)
+        return []
+
+
+def play(polls: list[list[Message]], device: FakeRunner | None = None, steps: int = 40) -> Script:
+    """Run a loop over the script and stop it."""
+    clock = Clock()
+    link = Script(clock, iter(polls))
+    scheduler = Scheduler(SchedulerConfig(blocks_max=32, block_slots=4, context_max=64, vocab_size=100))
+    loop = Loop(scheduler, device or fake(), link, clock=clock)
+    for _ in range(steps):
+        loop.step()
+    loop.stop()
+    loop.run()
+    return link
+
+
+def fake() -> FakeRunner:
+    return FakeRunner(vocab_size=100, context_max=64, blocks_max=32, block_slots=4)
+
+
+def request(request_id: str, count: int = 5) -> GenerateRequest:
+    sampling = Sampling(temperature=0)
+    return GenerateRequest(request_id=request_id, prompt=tuple(range(count)), sampling=sampling, tokens_max=4)
+
+
+def records(link: Script) -> list[StepRecord]:
+    return [frame.step for frame in link.frames if frame.step]
+
+
+def test_parts_sum_to_the_step_and_steps_touch() -> None:
+    link = play([[], [request("a")], [request("b"), request("none", 0)], [], [], [], [], [], [request("c")]])
+    steps = records(link)
+    assert len(steps) > 6
+    assert all(step.imbalance() == 0 for step in steps)
+    for before, after in itertools.pairwise(steps):
+        assert after.ended_ns - after.step_ns == before.ended_ns
+    assert any(step.parts["idle"] >= 1_000 for step in steps)
+    for step in steps:
+        for record in step.finished:
+            assert record.imbalance() == 0
+
+
+def test_a_deltas_record_is_in_the_same_frame_and_every_request_ends_once() -> None:
+    link = play([[request("a"), request("none", 0)], [request("b")]])
+    ends = {delta.request_id: frame for frame in link.frames for delta in frame.deltas if delta.finish}
+    assert set(ends) == {"a", "b", "none"}
+    for request_id, frame in ends.items():
+        assert frame.step is not None
+        assert [record.request_id for record in frame.step.finished].count(request_id) == 1
+
+
+def test_it_waits_without_limit_only_when_there_is_nothing_to_do() -> None:
+    link = play([[], [request("a")]], steps=7)
+    assert link.waits[:2] == [None, None]
+    assert set(link.waits[2:5]) == {0.0}
+    assert link.waits[-1] is None
+
+
+def test_a_device_that_blows_up_harms_only_the_guilty() -> None:
+    device = fake()
+
+    def blow_up(_plan: StepPlan, piece: Slice) -> str:
+        if piece.sequence == 1:
+            raise RuntimeError("foreign library")
+        return ""
+
+    device.fault_of = blow_up
+    link = play([[request("a", 5), request("bad", 6), request("c", 7)]], device)
+    ends = {delta.request_id: delta.finish for frame in link.frames for delta in frame.deltas if delta.finish}
+    assert {name: finish.reason for name, finish in ends.items()} == {"a": "length", "bad": "failed", "c": "length"}
+    quiet = play([[request("a", 5), request("c", 7)]])
+    assert tokens(link, "a") == tokens(quiet, "a")
+    assert tokens(link, "c") == tokens(quiet, "c")
+    assert ends["bad"].fault is not None and "foreign library" not in ends["bad"].fault.message
+
+
+def tokens(link: Script, request_id: str) -> list[int]:
+    deltas: list[Delta] = [delta for frame in link.frames for delta in frame.deltas if delta.request_id == request_id]
+    return [token for delta in deltas for token in delta.tokens]
+
+
+def test_stopping_tells_everybody() -> None:
+    link = play([[request("a")]], steps=1)
+    last = link.frames[-1]
+    assert [delta.finish.reason for delta in last.deltas if delta.finish] == ["shutdown"]

@@ -1,0 +1,227 @@
+"""
+The engine's socket, with real sockets: who is told what, and what a gateway costs that vanishes or does not read.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.api import (
+    Abort,
+    Delta,
+    EngineFrame,
+    Finish,
+    FrameReader,
+    GenerateRequest,
+    Hello,
+    Message,
+    Sampling,
+    StepFrame,
+    Usage,
+    decode_frame,
+    encode,
+)
+from engine.server import STEPS_BACKLOG_MAX, Server, listen_on
+from telemetry.records import RequestRecord, StepRecord
+
+HELLO = Hello(
+    epoch="e",
+    replica=0,
+    clock_id="c",
+    model="m",
+    fingerprint="f",
+    reproducible=True,
+    vocab_size=10,
+    context_max=10,
+    block_slots=1,
+    blocks_max=1,
+    sequences_max=1,
+    waiting_max=1,
+    eos_ids=(),
+)
+
+
+Connect = Callable[[], "Gateway"]
+
+
+class Gateway:
+    """The other end."""
+
+    def __init__(self, path: Path) -> None:
+        self.peer = socket.socket(socket.AF_UNIX)
+        self.peer.settimeout(5)
+        self.peer.connect(str(path))
+        self._frames = self._read()
+
+    def send(self, *messages: Message) -> None:
+        self.peer.sendall(b"".join(encode(message) for message in messages))
+
+    def next(self) -> EngineFrame:
+        return next(self._frames)
+
+    def _read(self) -> Iterator[EngineFrame]:
+        reader = FrameReader()
+        while data := self.peer.recv(65536):
+            for body in reader.feed(data):
+                yield decode_frame(body)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "engine.sock"
+
+
+@pytest.fixture
+def server(path: Path) -> Iterator[Server]:
+    server = Server(f"unix:{path}", HELLO)
+    yield server
+    if server.open:
+        server.close()
+
+
+@pytest.fixture
+def connect(server: Server, path: Path) -> Iterator[Callable[[], Gateway]]:
+    gateways: list[Gateway] = []
+
+    def made() -> Gateway:
+        gateway = Gateway(path)
+        gateways.append(gateway)
+        assert server.poll(5) == []
+        assert gateway.next() == HELLO
+        return gateway
+
+    yield made
+    for gateway in gateways:
+        gateway.peer.close()
+
+
+def request(request_id: str) -> GenerateRequest:
+    return GenerateRequest(request_id=request_id, prompt=(1,), sampling=Sampling(), tokens_max=1)
+
+
+def step(number: int, *finished: str) -> StepRecord:
+    records = tuple(RequestRecord(request_id=name, accepted_ns=0, finished_ns=0, states={}) for name in finished)
+    return StepRecord(step_id=number, ended_ns=number, step_ns=1, parts={"idle": 1}, finished=records)
+
+
+def test_each_gateway_hears_of_its_own_requests_and_all_of_every_step(server: Server, connect: Connect) -> None:
+    one, two = connect(), connect()
+    one.send(request("a"))
+    two.send(request("b"))
+    heard = [*server.poll(5), *server.poll(0.1)]
+    assert sorted(message.request_id for message in heard) == ["a", "b"]
+    server.publish(StepFrame(deltas=(Delta("a", (1,)), Delta("b", (2,)), Delta("nobody", (3,))), step=step(1)))
+    for gateway, delta in ((one, Delta("a", (1,))), (two, Delta("b", (2,)))):
+        assert gateway.next() == StepFrame(deltas=(delta,), step=step(1))
+
+
+def test_a_gateway_that_vanishes_aborts_its_requests_only(server: Server, connect: Connect) -> None:
+    one, two = connect(), connect()
+    one.send(request("b"), request("a"))
+    two.send(request("c"))
+    while len(server._owner) < 3:
+        server.poll(5)
+    one.peer.close()
+    assert server.poll(5) == [Abort("a"), Abort("b")]
+    server.publish(StepFrame(deltas=(Delta("a", (1,)), Delta("c", (2,)))))
+    assert two.next() == StepFrame(deltas=(Delta("c", (2,)),))
+
+
+def test_an_id_in_flight_is_not_let_in_twice_and_nobody_aborts_for_another(server: Server, connect: Connect) -> None:
+    one, two = connect(), connect()
+    one.send(request("a"))
+    server.poll(5)
+    two.send(request("a"), Abort("a"))
+    assert server.poll(5) == []
+    frame = two.next()
+    assert isinstance(frame, StepFrame)
+    assert frame.deltas[0].finish is not None and frame.deltas[0].finish.reason == "refused"
+    server.publish(StepFrame(deltas=(Delta("a", (1,), finish=Finish("length", Usage())),)))
+    assert isinstance(one.next(), StepFrame)
+    two.send(request("a"))
+    assert server.poll(5) == [request("a")]
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\xc1", encode(HELLO), b"GET / HTTP/1.1\r\n\r\n"]
+)
+def test_junk_costs_its_sender_the_connection_and_nobody_else(server: Server, connect: Connect, junk: bytes) -> None:
+    good, bad = connect(), connect()
+    bad.send(request("mine"))
+    server.poll(5)
+    bad.peer.sendall(junk)
+    assert server.poll(5) == [Abort("mine")]
+    assert bad.peer.recv(1) == b""
+    good.send(request("a"))
+    assert server.poll(5) == [request("a")]
+
+
+def test_a_gateway_that_does_not_read_costs_bounded_memory_and_loses_nothing(server: Server, connect: Connect) -> None:
+    slow = connect()
+    slow.send(request("a"), request("b"))
+    server.poll(5)
+    rounds = 30 * STEPS_BACKLOG_MAX
+    server.publish(StepFrame(deltas=(Delta("b", finish=Finish("abort", Usage())),), step=step(0, "b")))
+    for number in range(1, rounds):
+        server.publish(StepFrame(deltas=(Delta("a", (number,)),), step=step(number)))
+    connection = next(iter(server._connections.values()))
+    assert len(connection._steps) <= STEPS_BACKLOG_MAX
+    assert len(connection._deltas) <= 2
+    server.publish(StepFrame(deltas=(Delta("a", (rounds,), finish=Finish("length", Usage())),), step=step(rounds, "a")))
+    stop = threading.Event()
+    writer = threading.Thread(target=lambda: [server.poll(0.01) for _ in iter(stop.is_set, True)])
+    writer.start()
+    tokens: list[int] = []
+    recorded: list[str] = []
+    ended: list[str] = []
+    while "a" not in ended:
+        frame = slow.next()
+        assert isinstance(frame, StepFrame)
+        if frame.step:
+            recorded += [record.request_id for record in frame.step.finished]
+        for delta in frame.deltas:
+            tokens += delta.tokens
+            if delta.finish:
+                ended.append(delta.request_id)
+                assert delta.request_id in recorded, "the record comes no later than the end"
+    stop.set()
+    writer.join()
+    assert tokens == list(range(1, rounds + 1))
+    assert sorted(recorded) == ["a", "b"] == sorted(ended)
+
+
+def test_a_wake_up_ends_a_wait(server: Server) -> None:
+    for _ in range(100_000):
+        server.wake()  # More than its socket holds.
+    assert server.poll(None) == []
+
+
+def test_closing_delivers_what_was_published(server: Server, connect: Connect) -> None:
+    gateway = connect()
+    gateway.send(request("a"))
+    server.poll(5)
+    last = StepFrame(deltas=(Delta("a", finish=Finish("shutdown", Usage())),))
+    server.publish(last)
+    server.close()
+    assert gateway.next() == last
+    with pytest.raises(StopIteration):
+        gateway.next()
+
+
+@pytest.mark.parametrize("address", ["", "unix:", "tcp:1234", "tcp:host:port", "udp:127.0.0.1:1", "/tmp/x"])
+def test_an_address_that_means_nothing_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="cannot listen on"):
+        listen_on(address)
+
+
+def test_a_stale_socket_file_is_replaced_and_tcp_works(path: Path) -> None:
+    listen_on(f"unix:{path}").close()
+    again = listen_on(f"unix:{path}")
+    assert path.stat().st_mode & 0o777 == 0o600
+    again.close()
+    listener = listen_on("tcp:127.0.0.1:0")
+    assert listener.getsockname()[1] > 0
+    listener.close()

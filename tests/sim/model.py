@@ -1,0 +1,269 @@
+"""
+A seeded world around the pure core: clients that come, change their minds and are in a hurry, and a device of hashes.
+
+The simulator knows the truth that the core only records: when each request came, what each answer must be, how many
+tokens were computed.  `Simulation(seed).run()` plays one world and checks after every step.
+"""
+
+import random
+from collections.abc import Callable
+
+from engine.api import Abort, Delta, Finish, GenerateRequest, Sampling
+from engine.blocks import BlockPool
+from engine.config import SchedulerConfig
+from engine.device.fake import FakeRunner, next_token
+from engine.journal import Applied, Committed, Entry, Planned
+from engine.plan import SampleSpec, Slice, StepPlan
+from engine.scheduler import Outcome, Scheduler
+from engine.sequence import uniform
+from telemetry.records import RequestRecord
+
+STEPS_MAX = 20_000
+STEP_NS_MAX = 5_000_000
+
+
+class FailingPool(BlockPool):
+    """A pool whose N-th allocation fails as if it were empty (SQLite's way of testing)."""
+
+    def __init__(self, *, blocks_max: int, block_slots: int, fails_at: int) -> None:
+        super().__init__(blocks_max=blocks_max, block_slots=block_slots)
+        self.fails_at = fails_at
+        self.takes = 0
+
+    def take(self, count: int) -> tuple[int, ...] | None:
+        """Like the real one, but for one call."""
+        self.takes += 1
+        return None if self.takes == self.fails_at else super().take(count)
+
+
+class Client:
+    """One request as the simulator sees it."""
+
+    def __init__(self, request: GenerateRequest, *, born_ns: int, abort_after_ns: int | None) -> None:
+        self.request = request
+        self.born_ns = born_ns
+        self.abort_ns = None if abort_after_ns is None else born_ns + abort_after_ns
+        self.tokens: list[int] = []
+        self.accepted = False
+        self.finish: Finish | None = None
+        self.record: RequestRecord | None = None
+
+
+class Simulation:
+    """One world.  Same seed, same world."""
+
+    def __init__(self, seed: int, *, fails_at: int | None = None, requests: int | None = None) -> None:
+        self.random = random.Random(seed)
+        self.seed = seed
+        pick = self.random
+        self.config = SchedulerConfig(
+            blocks_max=pick.choice((2, 5, 8, 12, 20, 64)),
+            block_slots=pick.choice((1, 2, 4, 16)),
+            context_max=pick.choice((24, 64, 200)),
+            sequences_max=pick.choice((1, 2, 4, 16)),
+            tokens_step_max=pick.choice((1, 3, 8, 32, 128)),
+            waiting_max=pick.choice((4, 16, 64)),
+            bypass_max=pick.choice((0, 1, 4)),
+            preemptions_max=pick.choice((0, 1, 3)),
+            vocab_size=50,
+            prefix_cache=pick.random() < 0.8,
+        )
+        pool: BlockPool | None = None
+        if fails_at is not None:
+            pool = FailingPool(
+                blocks_max=self.config.blocks_max, block_slots=self.config.block_slots, fails_at=fails_at
+            )
+        self.scheduler = Scheduler(self.config, pool)
+        self.device = FakeRunner(
+            vocab_size=50,
+            context_max=self.config.context_max,
+            blocks_max=self.config.blocks_max,
+            block_slots=self.config.block_slots,
+            fault_of=self._fault_of,
+        )
+        self.now_ns = 1_000
+        self.rush_ns = pick.choice((1, 10_000_000, 100_000_000))  # everybody comes within it
+        self.journal: list[Entry] = []
+        self.faulty: set[int] = set()  # sequence numbers
+        self.totals = {"prefill": 0, "recompute": 0, "cached": 0, "emitted": 0, "rows": 0, "block_ns": 0}
+        self.clients = [self._client(index) for index in range(requests or pick.choice((1, 5, 20, 60)))]
+        self.arrivals = sorted(self.clients, key=lambda client: (client.born_ns, client.request.request_id))
+        self.by_id = {client.request.request_id: client for client in self.clients}
+        self.accept_order: list[Client] = []
+
+    def run(self) -> "Simulation":
+        """Play until everybody has an answer."""
+        for _ in range(STEPS_MAX):
+            self._deliver()
+            if not self.scheduler.has_work and not self.scheduler.has_news:
+                if not self.arrivals:
+                    break
+                self.now_ns = max(self.now_ns, self.arrivals[0].born_ns)
+                continue
+            self._step()
+        else:
+            raise AssertionError("the world did not come to an end: somebody waits for ever")
+        self._reckon()
+        return self
+
+    def _step(self) -> None:
+        before_ns = self.now_ns
+        plan = self.scheduler.plan(self.now_ns)
+        held = sum(len(sequence.blocks) for sequence in self.scheduler.running)
+        self.journal.append(Planned(plan, self.now_ns))
+        assert plan.tokens <= self.config.tokens_step_max
+        self.scheduler.check()
+        self.now_ns += self.random.randrange(1, STEP_NS_MAX)
+        if self.random.random() < 0.2:
+            held = self._abort_in_flight(held, before_ns)
+        self.totals["block_ns"] += held * (self.now_ns - before_ns)
+        result = self.device.run(plan)
+        outcome = self.scheduler.commit(plan, result, self.now_ns)
+        self.journal.append(Committed(result, self.now_ns))
+        self.scheduler.check()
+        self._take(plan, outcome)
+
+    def _abort_in_flight(self, held: int, before_ns: int) -> int:
+        """Somebody gives up while the step runs: what is given back may not be handed out before the commit."""
+        running = self.scheduler.running
+        if not running:
+            return held
+        victim = self.random.choice(running)
+        at_ns = self.random.randrange(before_ns, self.now_ns + 1)
+        self.totals["block_ns"] += len(victim.blocks) * (at_ns - before_ns)
+        held -= len(victim.blocks)
+        self._apply(Abort(victim.request.request_id), at_ns)
+        assert self.scheduler.pool.book().imbalance() == 0
+        return held
+
+    def _take(self, plan: StepPlan, outcome: Outcome) -> None:
+        totals = self.totals
+        totals["rows"] += plan.tokens
+        totals["prefill"] += outcome.prefill_tokens
+        totals["recompute"] += outcome.recompute_tokens
+        totals["cached"] += outcome.cached_tokens
+        totals["emitted"] += outcome.emitted_tokens
+        assert outcome.kv.imbalance() == 0
+        assert outcome.kv.fenced == 0, "nothing is in flight after a commit"
+        assert len({delta.request_id for delta in outcome.deltas}) == len(outcome.deltas)
+        for record in outcome.finished:
+            client = self.by_id[record.request_id]
+            assert client.record is None, "two records of one request"
+            client.record = record
+        for delta in outcome.deltas:
+            self._hear(delta)
+
+    def _hear(self, delta: Delta) -> None:
+        client = self.by_id[delta.request_id]
+        assert client.finish is None, "news after the end"
+        client.accepted = True
+        client.tokens += delta.tokens
+        client.finish = delta.finish
+
+    def _deliver(self) -> None:
+        while self.arrivals and self.arrivals[0].born_ns <= self.now_ns:
+            client = self.arrivals.pop(0)
+            self.accept_order.append(client)
+            if self.random.random() < 0.05:
+                self.faulty.add(len(self.accept_order) - 1)
+            client.born_ns = self.now_ns  # A step was running: the core sees it only now.
+            self._apply(client.request, self.now_ns)
+        for client in self.accept_order:
+            if client.abort_ns is not None and client.abort_ns <= self.now_ns:
+                client.abort_ns = None
+                self._apply(Abort(client.request.request_id), self.now_ns)
+                if self.random.random() < 0.3:  # Aborts are idempotent.
+                    self._apply(Abort(client.request.request_id), self.now_ns)
+
+    def _apply(self, message: GenerateRequest | Abort, now_ns: int) -> None:
+        self.journal.append(Applied(message, now_ns))
+        self.scheduler.apply(message, now_ns)
+
+    def _fault_of(self, _plan: StepPlan, piece: Slice) -> str:
+        return "no numbers" if piece.sequence in self.faulty and piece.sample is not None else ""
+
+    def _client(self, index: int) -> Client:
+        pick = self.random
+        room = self.config.sequence_tokens_max
+        output = pick.randrange(1, max(2, room // pick.choice((1, 2, 4))))
+        total = room - output if pick.random() < 0.95 else room  # One in twenty asks for more than there is.
+        length = pick.choice((0, 1, total // 3, total // 2, total, pick.randrange(total + 1)))
+        shared = [7] * (pick.randrange(length + 1) if pick.random() < 0.5 else 0)
+        request = GenerateRequest(
+            request_id=f"r{index}",
+            prompt=tuple(shared + [pick.randrange(50) for _ in range(length - len(shared))]),
+            sampling=Sampling(temperature=pick.choice((0.0, 1.0)), seed=pick.randrange(1 << 40)),
+            tokens_max=output,
+            tokens_min=pick.choice((0, 0, 4)),
+            stop_ids=pick.choice(((), (2,), (2, 3))),
+            priority=pick.choice((0, 0, 0, 1, -1)),
+            tenant=pick.choice(("a", "b")),
+            deadline_s=pick.choice((0.0, 0.0, 0.0, 0.0, 0.02, 0.2)),
+        )
+        patience_ns = pick.choice((*[None] * 9, 0, 1_000_000, 60_000_000))
+        return Client(request, born_ns=pick.randrange(0, self.rush_ns), abort_after_ns=patience_ns)
+
+    # ---- the truth, compared at the end
+
+    def _reckon(self) -> None:
+        for number, client in enumerate(self.accept_order):
+            self._reckon_one(number, client)
+        records = [client.record for client in self.clients if client.record]
+        assert len(records) == len(self.clients)
+        assert sum(record.computed_tokens for record in records) == self.totals["prefill"]
+        assert sum(record.recomputed_tokens for record in records) == self.totals["recompute"]
+        assert sum(record.cached_tokens for record in records) == self.totals["cached"]
+        assert sum(record.output_tokens for record in records) == self.totals["emitted"]
+        assert sum(record.kv_block_ns for record in records) == self.totals["block_ns"]
+        assert all(record.preemptions <= self.config.preemptions_max for record in records)
+        book = self.scheduler.pool.book()
+        assert book.free + book.cached_idle == book.total, "blocks are held for nobody"
+
+    def _reckon_one(self, number: int, client: Client) -> None:
+        request, record, finish = client.request, client.record, client.finish
+        assert record is not None and finish is not None, f"{request.request_id} was left without an answer"
+        assert record.imbalance() == 0
+        assert record.accepted_ns == client.born_ns
+        assert record.outcome == finish.reason
+        assert record.output_tokens == len(client.tokens) == finish.usage.output_tokens
+        assert client.tokens == self.expected(client, len(client.tokens)), "these are not the tokens of the model"
+        if client.tokens:
+            assert record.cached_tokens + record.computed_tokens == record.prompt_tokens == len(request.prompt)
+        match finish.reason:
+            case "stop":
+                assert client.tokens[-1] in request.stop_ids
+                assert len(client.tokens) > request.tokens_min
+            case "length":
+                assert len(client.tokens) == request.tokens_max
+            case "failed":
+                assert number in self.faulty
+            case "refused":
+                total = len(request.prompt) + request.tokens_max
+                assert not request.prompt or total > self.config.sequence_tokens_max
+            case "deadline":
+                assert request.deadline_s > 0
+                assert record.finished_ns - record.accepted_ns >= request.deadline_s * 1e9
+            case other:
+                assert other in ("abort", "overloaded")
+        assert not any(token in request.stop_ids for token in client.tokens[:-1])
+
+    def expected(self, client: Client, count: int) -> list[int]:
+        """What the model says to this prompt, alone in the world."""
+        request = client.request
+        known = list(request.prompt)
+        for index in range(count):
+            banned = request.stop_ids if index < request.tokens_min else ()
+            number = uniform(request.sampling.seed, len(known))
+            spec = SampleSpec(sampling=request.sampling, uniform=number, banned=banned)
+            known.append(next_token(known, spec, vocab_size=50))
+        return known[len(request.prompt) :]
+
+
+def explain(seed: int, play: Callable[[], object], **options: int) -> None:
+    """Run `play`; a failure ends with the one command line that reproduces it."""
+    try:
+        play()
+    except BaseException as error:
+        flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items())
+        error.add_note(f"reproduce: python -m tests.sim --seed {seed}{flags}")
+        raise

@@ -1,0 +1,85 @@
+"""
+Random worlds around the pure core.  Each failure names the command line that plays its world again.
+"""
+
+import pytest
+
+from engine.journal import Planned, replay
+from tests.sim.model import FailingPool, Simulation, explain
+
+WORLDS = 1500
+
+
+@pytest.mark.parametrize("first", range(0, WORLDS, 100))
+def test_every_request_ends_and_every_book_closes(first: int) -> None:
+    for seed in range(first, first + 100):
+        explain(seed, Simulation(seed).run)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_failure_of_the_nth_allocation_for_every_n(seed: int) -> None:
+    """N = 1, 2, 3 ... until a run has fewer than N allocations and so passes clean."""
+    fails_at = 1
+    while True:
+        world = Simulation(seed, fails_at=fails_at, requests=8)
+        explain(seed, world.run, fails_at=fails_at)
+        pool = world.scheduler.pool
+        assert isinstance(pool, FailingPool)
+        if pool.takes < fails_at:
+            break
+        fails_at += 1
+    assert fails_at > 1 or pool.takes == 0
+
+
+def test_the_worlds_are_not_too_easy() -> None:
+    """The simulation is worth its name only if it reaches the corners."""
+    outcomes: set[str] = set()
+    states: set[str] = set()
+    preemptions = evictions = cached = 0
+    for seed in range(400):
+        world = Simulation(seed).run()
+        evictions += world.scheduler.pool.evictions
+        cached += world.totals["cached"]
+        for client in world.clients:
+            assert client.record is not None
+            outcomes.add(client.record.outcome)
+            states |= client.record.states.keys()
+            preemptions += client.record.preemptions
+    assert outcomes == {"stop", "length", "abort", "deadline", "overloaded", "refused", "failed"}
+    assert states == {
+        "queue_batch_full",
+        "queue_kv_full",
+        "queue_token_budget",
+        "queue_fairness",
+        "prefill",
+        "decode",
+        "preempted",
+        "recompute",
+    }
+    assert preemptions > 50
+    assert evictions > 500
+    assert cached > 500
+
+
+def test_a_sequence_that_was_promised_its_place_waits_for_blocks_without_being_preempted_again() -> None:
+    world = Simulation(16893).run()
+    assert any("stalled" in client.record.states for client in world.clients if client.record)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_journal_replays_to_the_same_plans(seed: int) -> None:
+    world = Simulation(seed).run()
+    assert replay(world.config, world.journal) is None
+
+
+def test_a_journal_names_the_first_step_that_differs() -> None:
+    world = Simulation(3).run()
+    index = max(index for index, entry in enumerate(world.journal) if isinstance(entry, Planned) and entry.plan.slices)
+    entry = world.journal[index]
+    assert isinstance(entry, Planned)
+    changed = type(entry.plan)(step_id=entry.plan.step_id, slices=entry.plan.slices[1:])
+    journal = [*world.journal[:index], Planned(changed, entry.now_ns), *world.journal[index + 1 :]]
+    divergence = replay(world.config, journal)
+    assert divergence is not None
+    assert divergence.recorded == changed
+    assert divergence.replayed == entry.plan
