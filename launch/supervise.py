@@ -78,7 +78,7 @@ class Child:
         self._kill.set()
 
     async def keep(self, died: Callable[["Child", int], None]) -> None:
-        """Run the program again and again until `stop`; call `died(self, exit code)` after each end nobody asked for."""
+        """Run the program again and again until `stop`; tell `died(self, exit code)` of each end nobody asked for."""
         while not self._stop.is_set():
             started_s = time.monotonic()
             code = await self._live()
