@@ -1,0 +1,141 @@
+"""
+DESIGN 5 on the default configuration: the same request gives the same tokens, whatever happens around it.
+
+The scheduler and the device run here without sockets, so that the batch is exactly what the test says.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.api import GenerateRequest, Sampling
+from engine.config import EngineOptions, SchedulerConfig
+from engine.device import Device
+from engine.device.runner import Runner
+from engine.scheduler import Scheduler
+
+SEED = 5
+REQUESTS = 24
+OUTPUT_TOKENS = 16
+BLOCK_SLOTS = 16
+
+
+@pytest.fixture(scope="module")
+def device(default_model: Path) -> Iterator[Runner]:
+    options = EngineOptions(model=str(default_model), model_name="m", listen="", kv_memory_bytes=1 << 29)
+    runner = Runner.load(options)
+    assert runner.facts.reproducible
+    yield runner
+
+
+def workload() -> list[GenerateRequest]:
+    """Greedy and seeded, 1 to 700 prompt tokens, some with a shared beginning, some with penalties and bias."""
+    pick = random.Random(SEED)
+    lengths = [1, 2, 15, 16, 17, 700, *(pick.randrange(1, 700) for _ in range(REQUESTS - 6))]
+    shared = [pick.randrange(1000, 40_000) for _ in range(300)]
+    samplings = [
+        Sampling(temperature=0.0),
+        Sampling(temperature=0.9, seed=pick.randrange(1 << 60)),
+        Sampling(temperature=1.0, top_p=0.9, seed=pick.randrange(1 << 60)),
+        Sampling(temperature=1.2, top_k=40, min_p=0.02, seed=pick.randrange(1 << 60)),
+        Sampling(temperature=0.8, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3, seed=9),
+        Sampling(temperature=0.0, logit_bias={50: 4.0, 198: -100.0}, logprobs=2),
+    ]
+    requests = []
+    for index, length in enumerate(lengths):
+        own = [pick.randrange(1000, 40_000) for _ in range(length)]
+        prompt = (shared[: length - 1] + own[-1:]) if index % 3 == 0 else own
+        requests.append(
+            GenerateRequest(
+                request_id=f"r{index}",
+                prompt=tuple(prompt[:length] or own),
+                sampling=samplings[index % len(samplings)],
+                tokens_max=OUTPUT_TOKENS,
+            )
+        )
+    return requests
+
+
+class World:
+    """A scheduler over the device; `play` runs requests to their end."""
+
+    def __init__(self, device: Device, *, blocks_max: int | None = None, tokens_step_max: int = 512) -> None:
+        facts = device.facts
+        config = SchedulerConfig(
+            blocks_max=blocks_max or facts.blocks_max,
+            block_slots=facts.block_slots,
+            context_max=facts.context_max,
+            tokens_step_max=tokens_step_max,
+            vocab_size=facts.vocab_size,
+        )
+        self.device = device
+        self.scheduler = Scheduler(config)
+        self.now_ns = 0
+        self.preemptions = 0
+        self.cached_tokens = 0
+
+    def play(self, requests: list[GenerateRequest]) -> dict[str, tuple[int, ...]]:
+        """Tokens by request id."""
+        tokens: dict[str, tuple[int, ...]] = {request.request_id: () for request in requests}
+        for request in requests:
+            self.scheduler.apply(request, self.now_ns)
+        while self.scheduler.has_work:
+            plan = self.scheduler.plan(self.now_ns)
+            self.now_ns += 1
+            outcome = self.scheduler.commit(plan, self.device.run(plan), self.now_ns)
+            self.preemptions += outcome.preemptions
+            self.cached_tokens += outcome.cached_tokens
+            for delta in outcome.deltas:
+                assert delta.finish is None or delta.finish.reason == "length", delta
+                tokens[delta.request_id] += delta.tokens
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def alone(device: Runner) -> dict[str, tuple[int, ...]]:
+    """Each request by itself, nothing cached."""
+    tokens: dict[str, tuple[int, ...]] = {}
+    for request in workload():
+        tokens |= World(device).play([request])
+    assert len(set(tokens.values())) > REQUESTS // 2, "the requests are too much alike to show anything"
+    return tokens
+
+
+def test_all_at_once_then_with_a_warm_cache(device: Runner, alone: dict[str, tuple[int, ...]]) -> None:
+    world = World(device)
+    assert world.play(workload()) == alone
+    before = world.cached_tokens
+    assert world.play(workload()) == alone
+    assert world.cached_tokens - before > sum(len(request.prompt) for request in workload()) // 2
+
+
+@pytest.mark.parametrize(("order", "tokens_step_max"), [(1, 512), (2, 64), (3, 17)])
+def test_in_any_order_and_in_any_chunks(
+    device: Runner, alone: dict[str, tuple[int, ...]], order: int, tokens_step_max: int
+) -> None:
+    requests = workload()
+    random.Random(order).shuffle(requests)
+    assert World(device, tokens_step_max=tokens_step_max).play(requests) == alone
+
+
+def test_preempted_again_and_again(device: Runner, alone: dict[str, tuple[int, ...]]) -> None:
+    longest = max(len(request.prompt) for request in workload()) + OUTPUT_TOKENS
+    world = World(device, blocks_max=-(-longest // BLOCK_SLOTS) + 12, tokens_step_max=128)
+    assert world.play(workload()) == alone
+    assert world.preemptions > 0
+
+
+def test_resumed_after_the_death_of_the_engine(device: Runner, alone: dict[str, tuple[int, ...]]) -> None:
+    for request in workload()[::5]:
+        emitted = alone[request.request_id]
+        for count in (1, OUTPUT_TOKENS // 2, OUTPUT_TOKENS - 1):
+            again = GenerateRequest(
+                request_id=request.request_id,
+                prompt=request.prompt + emitted[:count],
+                sampling=request.sampling,
+                tokens_max=OUTPUT_TOKENS,
+                resume=count,
+            )
+            assert World(device).play([again])[request.request_id] == emitted[count:]

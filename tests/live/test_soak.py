@@ -1,0 +1,85 @@
+"""
+Two thousand short requests, a third of them dropped by the client at a random moment; nothing may be left behind.
+"""
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import httpx
+
+from tests.live.conftest import Appliance
+from tests.live.test_appliance import held, ledgers, model_of, wait_for
+
+REQUESTS = 2000
+CLIENTS = 32
+SEED = 20
+GROWTH_BYTES_MAX = 24 * 1024 * 1024  # between the middle and the end, both processes together
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+async def one(http: httpx.AsyncClient, model: str, pick: random.Random, index: int) -> str:
+    """One request, perhaps dropped."""
+    stream = pick.random() < 0.5
+    patience_s = pick.uniform(0.0, 0.4) if index % 3 == 0 else None
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": " ".join(pick.choices(["red", "blue", "sky", "sun"], k=12))}],
+        "max_tokens": pick.choice((1, 4, 12)),
+        "stream": stream,
+        "seed": index,
+    }
+    try:
+        async with asyncio.timeout(patience_s):
+            async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+                text = (await answer.aread()).decode()
+                assert answer.status_code == 200, text
+                assert not stream or text.rstrip().endswith("data: [DONE]")
+    except TimeoutError:
+        return "dropped"
+    return "answered"
+
+
+async def play(appliance: Appliance, first: int, count: int, model: str) -> list[str]:
+    """`count` requests from `CLIENTS` clients."""
+    pick = random.Random(SEED + first)
+    numbers = iter(range(first, first + count))
+    outcomes: list[str] = []
+    async with httpx.AsyncClient(base_url=appliance.url, timeout=60) as http:
+
+        async def client() -> None:
+            for number in numbers:
+                outcomes.append(await one(http, model, pick, number))
+
+        await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    return outcomes
+
+
+def test_nothing_is_left_behind(appliance: Appliance) -> None:
+    model = model_of(appliance)
+    children = appliance.children()
+    asyncio.run(play(appliance, 0, 200, model))  # Allocators and pools find their size.
+    wait_for(lambda: held(appliance) == 0, "no KV is held after warming up")
+    before = {name: descriptors(pid) for name, pid in children.items()}
+    outcomes = asyncio.run(play(appliance, 200, 900, model))
+    middle = sum(resident_bytes(pid) for pid in children.values())
+    outcomes += asyncio.run(play(appliance, 1100, 900, model))
+    end = sum(resident_bytes(pid) for pid in children.values())
+    wait_for(lambda: held(appliance) == 0, "no KV is held")
+    wait_for(lambda: all(row.outcome is not None for row in ledgers(appliance)), "no request is live")
+    wait_for(lambda: {name: descriptors(pid) for name, pid in children.items()} == before, "no descriptor is left")
+    metrics = appliance.http.get("/metrics").text
+    print(f"seed {SEED}: {outcomes.count('dropped')} of {len(outcomes)} dropped, growth {end - middle} bytes")
+    assert 0.1 * len(outcomes) < outcomes.count("dropped")
+    assert end - middle < GROWTH_BYTES_MAX
+    assert all(sum(row.states.values()) == row.e2e_ns for row in ledgers(appliance))
+    mismatches = [line for line in metrics.splitlines() if "mismatch" in line and not line.startswith("#")]
+    assert all(line.endswith((" 0", " 0.0")) for line in mismatches), mismatches
