@@ -29,6 +29,13 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The engine's deadline for one request."""
     first_frame_timeout_s: float = 60.0
     """An engine that has work and is silent for so long is not ready."""
+    send_timeout_s: float = 120.0
+    """A client that reads nothing for so long is taken for gone."""
+    record_timeout_s: float = 2.0
+    """After an abort, how long to wait for the engine's last word."""
+    requests_max: int = 1024
+    """Requests in flight; one more is refused as overloaded."""
+    header_bytes_max: int = 64 * 1024
     drain_s: float = 30.0
     """After SIGTERM, how long streams may run on before they end with an error event."""
     log_level: str = "info"

@@ -1,0 +1,123 @@
+"""
+`python -m gateway --options JSON`: the gateway process.
+
+    0   stopped by a signal, after draining
+    2   cannot start: one line on stderr says why
+"""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import structlog
+import uvicorn
+import uvloop
+
+from gateway.app import Application
+from gateway.config import GatewayOptions
+from gateway.tokens import load
+from gateway.vocabulary import VocabularyError
+from telemetry import logs
+from telemetry.export import ExportConfigError
+
+BACKLOG = 1024
+KEEP_ALIVE_S = 75
+SHUTDOWN_S = 3
+EXIT_CANNOT_START = 2
+
+
+class CannotStart(Exception):
+    """One line for the operator."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handling: ours drains first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are handled by `serve`."""
+        yield
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until told to stop."""
+    parser = argparse.ArgumentParser(prog="python -m gateway", description="The Pellucid gateway process.")
+    parser.add_argument("--options", required=True, metavar="JSON", help="GatewayOptions as JSON")
+    raw = parser.parse_args(arguments).options
+    try:
+        options = _options(raw)
+        logs.configure(options.log_level, options.log_format)
+        listener = listen(options.host, options.port)
+        application = Application(options, load(Path(options.model)))
+    except (CannotStart, VocabularyError, ExportConfigError, ValueError) as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return EXIT_CANNOT_START
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(application, listener))
+    return 0
+
+
+def _options(raw: str) -> GatewayOptions:
+    try:
+        return msgspec.json.decode(raw, type=GatewayOptions)
+    except msgspec.DecodeError as error:
+        raise CannotStart(f"bad options: {error}") from None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket.  Raises CannotStart."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise CannotStart(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise CannotStart(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener
+
+
+async def serve(application: Application, listener: socket.socket) -> None:
+    """Serve on `listener` until SIGTERM or SIGINT, then drain."""
+    config = uvicorn.Config(
+        application.front,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+        backlog=BACKLOG,
+    )
+    server = Server(config)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    stopping = asyncio.create_task(stop.wait(), name="signals")
+    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        structlog.get_logger("pellucid.gateway").info("draining", running=len(application.gateway.running))
+        await application.gateway.drain()
+        server.should_exit = True
+    stopping.cancel()
+    await serving
+
+
+if __name__ == "__main__":
+    sys.exit(main())

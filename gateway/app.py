@@ -1,0 +1,66 @@
+"""
+The application: all parts put together, and taken apart again.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+from litestar import Litestar
+from litestar.datastructures import State
+from litestar.di import Provide
+from litestar.exceptions import HTTPException
+
+from gateway.backend import Backend
+from gateway.config import GatewayOptions
+from gateway.errors import ApiError
+from gateway.exchange import Exchange, Front
+from gateway.routes import HANDLERS, on_api_error, on_http_error, provide_exchange, provide_gateway
+from gateway.service import Gateway
+from gateway.tokens import ModelText
+from telemetry.hub import Hub
+
+
+class Application:
+    """A gateway that can be served: `front` is the ASGI application."""
+
+    def __init__(self, options: GatewayOptions, text: ModelText) -> None:
+        self.hub = Hub(model=options.model_name, version=_version(), otlp_endpoint=options.otlp_endpoint)
+        self.backend = Backend(options, self.hub)
+        self.gateway = Gateway(options, text, self.backend, self.hub)
+        self._text = text
+        litestar = Litestar(
+            route_handlers=list(HANDLERS),
+            dependencies={
+                "gateway": Provide(provide_gateway, sync_to_thread=False),
+                "exchange": Provide(provide_exchange, sync_to_thread=False),
+            },
+            exception_handlers={ApiError: on_api_error, HTTPException: on_http_error},
+            lifespan=[self._lifespan],
+            state=State({"gateway": self.gateway}),
+            openapi_config=None,
+            logging_config=None,
+            request_max_body_size=None,  # Exchange.read_body has the limit.
+            debug=False,
+            signature_types=[Gateway, Exchange],
+        )
+        self.front = Front(litestar, options, self.hub, self.backend.knows, on_closed=self.gateway.finished)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Litestar) -> AsyncIterator[None]:
+        await self.hub.start()
+        await self.backend.start()
+        try:
+            yield
+        finally:
+            await self.front.drained()
+            await self.backend.stop()
+            await self.hub.stop()
+            self._text.close()
+
+
+def _version() -> str:
+    try:
+        return version("pellucid")
+    except PackageNotFoundError:
+        return "0"

@@ -1,0 +1,96 @@
+"""
+The gateway's half of a request's latency book, and how it is joined with the engine's.
+
+    parse | tokenize | dispatch | <the engine's states> | deliver | send, send_blocked | finalize
+                     ^ sent     ^ accepted              ^ finished  ^ last news here
+
+While the engine has the request its book counts, whatever the gateway does meanwhile.  Both read one clock on one host;
+where they do not, only the engine's durations are used and the difference counts as dispatch.
+"""
+
+from telemetry.ledger import Ledger
+from telemetry.records import RequestRecord
+
+BLOCKED_NS = 1_000_000
+"""A write that took longer waited for the client."""
+
+
+class Book:
+    """Exactly one state at any time, from the first byte to the end of the response."""
+
+    def __init__(self, now_ns: int) -> None:
+        self.opened_ns = now_ns
+        self.shown = Ledger("parse", now_ns)
+        """For the list of live requests: engine states are guessed from the news until its book arrives."""
+        self._shown_ns = now_ns
+        self._ledger = Ledger("parse", now_ns)
+        self._tail: Ledger | None = None  # from the engine's last news on
+        self._dispatched_ns = 0
+
+    def enter(self, state: str, now_ns: int) -> None:
+        """The gateway does something else now; it does not count while the engine has the request."""
+        if self._tail is not None:
+            self._tail.enter(state, now_ns)
+        elif not self._dispatched_ns:
+            self._ledger.enter(state, now_ns)
+        else:
+            return
+        self._show(state, now_ns)
+
+    def _show(self, state: str, now_ns: int) -> None:
+        """Guesses about several sequences may come out of order."""
+        self._shown_ns = max(self._shown_ns, now_ns)
+        self.shown.enter(state, self._shown_ns)
+
+    def dispatched(self, now_ns: int) -> None:
+        """The engine has been sent the request."""
+        self.enter("dispatch", now_ns)
+        self._dispatched_ns = now_ns
+
+    def guess(self, state: str, now_ns: int) -> None:
+        """What the engine seems to be doing, for the live view."""
+        if self._tail is None:
+            self._show(state, now_ns)
+
+    def engine_done(self, now_ns: int) -> None:
+        """The engine's last news arrived at `now_ns`."""
+        if self._dispatched_ns and self._tail is None:
+            self._tail = Ledger("send", now_ns)
+            self._show("send", now_ns)
+
+    def wrote(self, began_ns: int, ended_ns: int) -> None:
+        """A write to the client took this long."""
+        if self._tail is not None:
+            began_ns = max(began_ns, self._tail.opened_ns)
+        elif self._dispatched_ns:
+            return
+        self.enter("send_blocked" if ended_ns - began_ns > BLOCKED_NS else "send", began_ns)
+        self.enter("send", ended_ns)
+
+    def close(self, now_ns: int, record: RequestRecord | None, *, accepted_ns: int, one_clock: bool) -> dict[str, int]:
+        """
+        All states up to `now_ns`; they sum to `now_ns - opened_ns`.
+
+        `record` is the engine's book, of the sequence that finished last; without one, all after `accepted_ns` (when
+        we heard that the engine took the request) counts as deliver.
+        """
+        ledger = self._ledger
+        if not self._dispatched_ns:
+            return ledger.spent(now_ns)
+        received_ns = self._tail.opened_ns if self._tail else now_ns
+        if record is not None and record.imbalance() == 0:
+            self._splice(record, received_ns, one_clock=one_clock)
+        elif accepted_ns:
+            ledger.enter("deliver", min(accepted_ns, received_ns))
+        ledger.enter("finalize", received_ns)
+        if self._tail is not None:
+            ledger.splice(self._tail.spent(now_ns), now_ns)
+        return ledger.spent(now_ns)
+
+    def _splice(self, record: RequestRecord, received_ns: int, *, one_clock: bool) -> None:
+        start_ns, end_ns = record.accepted_ns, record.finished_ns
+        if not one_clock or not self._dispatched_ns <= start_ns <= end_ns <= received_ns:
+            start_ns, end_ns = received_ns - (end_ns - start_ns), received_ns
+        if start_ns >= self._dispatched_ns:
+            self._ledger.enter("deliver", start_ns)
+            self._ledger.splice(record.states, end_ns)

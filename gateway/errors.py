@@ -1,0 +1,181 @@
+"""
+Every way in which a request can fail, as the client sees it.
+
+    ApiError                            an OpenAI error: status, type, code, param, message
+      invalid(), missing(), unknown()   400, the client's fault, `param` names the field
+      no_engine(), overloaded(), ...    503 and friends, ours, with retry-after where trying again may help
+
+Foreign failures are mapped in two places: `of_finish` for what an engine says, `of_http` for what the framework says.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from engine.api import Finish
+
+RETRY_AFTER_S = 1
+DRAIN_RETRY_AFTER_S = 5
+
+
+class ApiError(Exception):
+    """A failure that has words for the client.  Its text never holds a prompt, a key or a class name."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str | None,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        outcome: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.headers = dict(headers or {})
+        self.outcome = outcome or ("invalid" if status < 500 else code or "failed")
+        """What the request's record says of its end."""
+
+    def body(self) -> bytes:
+        """The JSON of the error response, and of the last event of a stream that fails half-way."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    """A value that is not acceptable."""
+    return ApiError(400, "invalid_value", message, param=param)
+
+
+def missing(param: str) -> ApiError:
+    """A field that must be there is not."""
+    return ApiError(400, "missing_required_parameter", f"Missing required parameter: '{param}'.", param=param)
+
+
+def unknown(param: str, nearest: str | None) -> ApiError:
+    """A field that nobody knows."""
+    hint = f" Did you mean '{nearest}'?" if nearest else ""
+    return ApiError(400, "unknown_parameter", f"Unknown parameter: '{param}'.{hint}", param=param)
+
+
+def unsupported(param: str, what: str = "") -> ApiError:
+    """A field that OpenAI knows and we cannot honour: refused by name, never ignored in silence."""
+    return invalid(f"'{param}' is not supported by this server yet{': ' + what if what else ''}.", param)
+
+
+def context_exceeded(*, prompt_tokens: int, tokens_max: int, context_max: int, param: str) -> ApiError:
+    """The prompt and what is to be generated do not fit the model's context."""
+    message = (
+        f"This model's maximum context length is {context_max} tokens. However, you requested "
+        f"{prompt_tokens + tokens_max} tokens ({prompt_tokens} in the prompt, {tokens_max} for the output)."
+    )
+    return ApiError(400, "context_length_exceeded", message, param=param)
+
+
+def model_not_found(model: str) -> ApiError:
+    """The name is none of ours."""
+    return ApiError(
+        404, "model_not_found", f"The model {model[:100]!r} does not exist.", param="model", outcome="not_found"
+    )
+
+
+def too_large(limit_bytes: int) -> ApiError:
+    """The body is over the limit."""
+    message = f"The request body is over the limit of {limit_bytes} bytes."
+    return ApiError(413, "request_too_large", message, headers={"connection": "close"})
+
+
+def too_slow(limit_s: float) -> ApiError:
+    """The body did not arrive in time."""
+    message = f"The request body did not arrive within {limit_s:g} s."
+    return ApiError(
+        408, "request_timeout", message, kind="timeout_error", headers={"connection": "close"}, outcome="timeout"
+    )
+
+
+def media_type() -> ApiError:
+    """The body is not JSON, by its own account."""
+    return ApiError(415, "unsupported_media_type", "The content type must be 'application/json'.")
+
+
+def _unavailable(code: str, message: str, retry_after_s: int, **headers: str) -> ApiError:
+    after = {"retry-after": str(retry_after_s), "retry-after-ms": str(retry_after_s * 1000)}
+    return ApiError(503, code, message, kind="server_error", headers=after | headers, outcome=code)
+
+
+def overloaded(message: str) -> ApiError:
+    """The queue is full."""
+    return _unavailable("overloaded", message, RETRY_AFTER_S)
+
+
+def no_engine(message: str = "No engine is available at the moment; try again shortly.") -> ApiError:
+    """Nobody could take the request."""
+    return _unavailable("no_healthy_engine", message, RETRY_AFTER_S)
+
+
+def draining() -> ApiError:
+    """This server is on its way out."""
+    return _unavailable("draining", "The server is shutting down.", DRAIN_RETRY_AFTER_S, connection="close")
+
+
+def engine_lost() -> ApiError:
+    """The engine died with the request in its hands."""
+    message = "The engine that served this request went away."
+    return ApiError(502, "bad_gateway", message, kind="server_error", outcome="engine_lost")
+
+
+def engine_timeout(message: str) -> ApiError:
+    """The engine was silent for too long, or the whole took too long."""
+    return ApiError(504, "engine_timeout", message, kind="server_error", outcome="timeout")
+
+
+def internal() -> ApiError:
+    """A fault of ours; the log says which."""
+    message = "The server had an error while it processed your request."
+    return ApiError(500, "internal_error", message, kind="server_error", outcome="error")
+
+
+def of_finish(finish: Finish) -> ApiError | None:
+    """What an engine's last word means for the client; None: all is well."""
+    if finish.reason in ("stop", "length"):
+        return None
+    fault = finish.fault
+    message = fault.message if fault else "The engine gave up on this request."
+    match finish.reason:
+        case "overloaded":
+            return overloaded(message)
+        case "refused":
+            code, param = (fault.code, fault.param) if fault else ("invalid_value", None)
+            return ApiError(400, code, message, param=param, outcome="refused")
+        case "deadline":
+            return ApiError(504, "engine_timeout", message, kind="server_error", outcome="deadline")
+        case "shutdown":
+            return no_engine("The engine is shutting down; try again shortly.")
+        case _:
+            failed = internal()
+            failed.outcome = finish.reason
+            return failed  # What a fault says is for the log: it may name parts of ours.
+
+
+def client_gone() -> ApiError:
+    """Nobody is there to read this; the status is for logs and metrics only."""
+    return ApiError(499, None, "The client closed the connection.", outcome="client_gone")
+
+
+def of_http(status: int, method: str, path: str) -> ApiError:
+    """What the framework refused."""
+    match status:
+        case 404:
+            return ApiError(404, "not_found", f"Unknown request URL: {method} {path[:200]}.", outcome="not_found")
+        case 405:
+            return ApiError(405, "method_not_allowed", f"Method {method} is not allowed for {path[:200]}.")
+        case _ if 400 <= status < 500:
+            return ApiError(status, "invalid_value", "The request is not acceptable.")
+        case _:
+            return internal()

@@ -1,0 +1,382 @@
+"""
+One HTTP request from its first byte to its record, whatever happens in between.
+
+`Front` wraps the whole application: every response, also of a crash or an unknown URL, has a request id and CORS
+headers, and every request leaves exactly one `RequestRecord`.  What a route needs to know of its request is in the
+`Exchange`, which it finds in the scope.
+"""
+
+import asyncio
+import contextlib
+import re
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from http import HTTPStatus
+
+import structlog
+from litestar.enums import ScopeType
+from litestar.types import ASGIApp, HTTPScope, Message, Receive, ReceiveMessage, Scope, Send
+
+from gateway import errors
+from gateway.backend import Call, Flight, Replica
+from gateway.book import Book
+from gateway.config import GatewayOptions
+from gateway.errors import ApiError
+from telemetry import clock
+from telemetry.hub import Hub
+from telemetry.live import LiveRequest, accept_trace
+from telemetry.records import RequestRecord
+from telemetry.vocabulary import OTHER, ROUTES
+
+_log = structlog.get_logger("pellucid.gateway")
+
+_SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
+_ID_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
+_EXPOSED = (
+    "x-request-id, x-pellucid-overhead-ms, server-timing, retry-after, retry-after-ms, x-ratelimit-limit-requests, "
+    "x-ratelimit-remaining-requests, x-ratelimit-reset-requests, x-ratelimit-limit-tokens, "
+    "x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
+)
+_METHODS = "GET, POST, OPTIONS"
+_PREFLIGHT_AGE_S = 600
+_SCOPE_KEY = "pellucid.exchange"
+_LINGER_S = 2.0  # how long the rest of a refused body is read, so that its sender gets to read our answer
+
+
+class Exchange:
+    """One request and its response."""
+
+    def __init__(self, scope: HTTPScope, receive: Receive, send: Send, *, front: "Front") -> None:
+        now_ns = clock.now_ns()
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.path = scope["path"]
+        self.method = scope["method"]
+        self.request_id = front.choose_id(self.headers.get("x-request-id", ""), self.path)
+        self.book = Book(now_ns)
+        self.live = LiveRequest(
+            request_id=self.request_id,
+            ledger=self.book.shown,
+            route=route_of(self.path),
+            trace=accept_trace(self.headers.get("traceparent"), self.headers.get("tracestate")),
+        )
+        self.flight = Flight()
+        self.replica: Replica | None = None
+        self.one_clock = False
+        self.outcome = ""  # as the route says; empty: the status says it
+        self.answered = False  # the client has, or had, all that it asked for
+        self.status = 0
+        self._front = front
+        self._receive = receive
+        self._send = send
+        self._response_headers = front.response_headers(self.headers, self.request_id)
+        self._body_read = self.method not in ("POST", "PUT", "PATCH")
+
+    # ---- the client's side
+
+    async def receive(self) -> ReceiveMessage:
+        """ASGI: what the client sends; a disconnect ends what is in flight."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and not self.answered:
+            self.flight.interrupt(errors.client_gone())
+        elif message["type"] == "http.request":
+            self._body_read = not message["more_body"]
+        return message
+
+    async def send(self, message: Message) -> None:
+        """ASGI: what the client is sent.  Raises ApiError when it does not read."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], *self._response_headers]
+        self.settle()
+        began_ns = clock.now_ns()
+        try:
+            async with asyncio.timeout(self._front.options.send_timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            self.flight.interrupt(errors.client_gone())
+            raise errors.client_gone() from None
+        self.settle()
+        self.book.wrote(began_ns, clock.now_ns())
+        if message["type"] == "http.response.body" and not message["more_body"]:
+            self.book.enter("finalize", clock.now_ns())
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """While the body is awaited here, a disconnect interrupts the flight."""
+        watching = asyncio.create_task(self._watch(), name=f"watch {self.request_id}")
+        try:
+            yield
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+
+    async def _watch(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def read_body(self) -> bytes:
+        """The whole body.  Raises ApiError: not JSON, too large, too slow."""
+        options = self._front.options
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            raise await self._refused_body(errors.media_type())
+        declared = self.headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > options.body_bytes_max:
+            raise await self._refused_body(errors.too_large(options.body_bytes_max))
+        body = bytearray()
+        try:
+            async with asyncio.timeout(options.body_timeout_s):
+                while not self._body_read:
+                    body += await self._chunk()
+                    if len(body) > options.body_bytes_max:
+                        raise await self._refused_body(errors.too_large(options.body_bytes_max))
+        except TimeoutError:
+            raise errors.too_slow(options.body_timeout_s) from None
+        return bytes(body)
+
+    async def _chunk(self) -> bytes:
+        message = await self.receive()
+        if message["type"] != "http.request":
+            raise errors.client_gone()
+        chunk: bytes = message["body"]
+        return chunk
+
+    async def _refused_body(self, error: ApiError) -> ApiError:
+        """Take what is left of a body of moderate size: closing on a client that writes loses our answer."""
+        taken = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while not self._body_read and taken < self._front.options.body_bytes_max:
+                    taken += len(await self._chunk())
+        if not self._body_read:
+            error.headers["connection"] = "close"
+        return error
+
+    # ---- the end
+
+    def settle(self) -> None:
+        """Once the engine has said its last word, the time after it is the gateway's."""
+        calls = self.flight.calls
+        if calls and all(call.finish is not None for call in calls):
+            self.book.engine_done(max(call.finished_ns for call in calls))
+
+    async def close(self) -> None:
+        """Stop what is still running, and write the record.  Runs to its end, whoever is cancelled."""
+        timeout_s = self._front.options.record_timeout_s
+        gone = bool(self.flight.error and self.flight.error.status == 499) and not self.answered
+        running = [call for call in self.flight.calls if call.finish is None]
+        for call in running:
+            if self.replica is not None:
+                self.replica.abort(call)
+        closed_ns = clock.now_ns()
+        waiting = [call.record_came.wait() for call in self.flight.calls if call.sent_ns]
+        if waiting:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.gather(*waiting)
+        if running:
+            closed_ns = clock.now_ns()  # The engine had it until now; else the end was that of the response.
+        for call in self.flight.calls:
+            call.abandon(closed_ns)
+            if self.replica is not None:
+                self.replica.release(call)
+        self.settle()
+        self._front.hub.request(self._record(max(closed_ns, self._last_ns()), gone=gone))
+
+    def _last_ns(self) -> int:
+        return max((call.finished_ns for call in self.flight.calls), default=0)
+
+    def _record(self, closed_ns: int, *, gone: bool) -> RequestRecord:
+        calls = self.flight.calls
+        last = max((call for call in calls if call.sent_ns), key=_finished_ns, default=None)
+        self.book.enter("finalize", closed_ns)
+        states = self.book.close(
+            closed_ns,
+            last.record if last else None,
+            accepted_ns=last.accepted_ns if last else 0,
+            one_clock=self.one_clock,
+        )
+        records = [call.record for call in calls if call.record is not None]
+        first_ns = min((call.first_token_ns for call in calls if call.first_token_ns), default=0)
+        return RequestRecord(
+            request_id=self.request_id,
+            tenant=self.live.tenant,
+            outcome="client_gone" if gone else self.outcome or _outcome_of(self.status),
+            accepted_ns=self.book.opened_ns,
+            finished_ns=closed_ns,
+            states=states,
+            prompt_tokens=_sum(records, "prompt_tokens") or self.live.prompt_tokens,
+            cached_tokens=_sum(records, "cached_tokens"),
+            computed_tokens=_sum(records, "computed_tokens"),
+            recomputed_tokens=_sum(records, "recomputed_tokens"),
+            output_tokens=_sum(records, "output_tokens") or sum(len(call.emitted) for call in calls),
+            drafted_tokens=_sum(records, "drafted_tokens"),
+            draft_accepted_tokens=_sum(records, "draft_accepted_tokens"),
+            draft_rejected_tokens=_sum(records, "draft_rejected_tokens"),
+            preemptions=_sum(records, "preemptions"),
+            steps=_sum(records, "steps"),
+            kv_block_ns=_sum(records, "kv_block_ns"),
+            first_token_ns=first_ns - self.book.opened_ns if first_ns else 0,
+            gap_max_ns=max((record.gap_max_ns for record in records), default=0),
+            model=self.live.model,
+            route=self.live.route,
+            status=499 if gone else self.status,
+            stream=self.live.stream,
+            choices=self.live.choices,
+            trace_id=self.live.trace.trace_id,
+        )
+
+
+def route_of(path: str) -> str:
+    """The path as a label: one of a closed vocabulary."""
+    if path in ROUTES:
+        return path
+    for prefix in ("/v1/models/", "/debug/requests/"):
+        if path.startswith(prefix):
+            return prefix + "{id}"
+    return OTHER
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """The exchange that `Front` put into this scope."""
+    exchange = scope[_SCOPE_KEY]  # type: ignore[literal-required]  # ours, beside the keys of ASGI
+    assert isinstance(exchange, Exchange)
+    return exchange
+
+
+def _finished_ns(call: Call) -> int:
+    return call.record.finished_ns if call.record else call.finished_ns
+
+
+def _sum(records: list[RequestRecord], field: str) -> int:
+    return sum(getattr(record, field) for record in records)
+
+
+def _outcome_of(status: int) -> str:
+    if status < 400:
+        return "ok"
+    return "not_found" if status == 404 else "invalid" if status < 500 else "error"
+
+
+class Front:
+    """The outermost ASGI application."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        options: GatewayOptions,
+        hub: Hub,
+        knows_id: Callable[[str], bool],
+        *,
+        on_closed: Callable[[Exchange], None],
+    ) -> None:
+        self.options = options
+        self.hub = hub
+        self.open: dict[str, Exchange] = {}
+        self._app = app
+        self._knows_id = knows_id
+        self._on_closed = on_closed
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != ScopeType.HTTP:
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(scope, receive, send, front=self)
+        scope[_SCOPE_KEY] = exchange  # type: ignore[literal-required]
+        self.open[exchange.request_id] = exchange
+        self.hub.request_opened(exchange.live)
+        ids = {"request_id": exchange.request_id, "trace_id": exchange.live.trace.trace_id}
+        with structlog.contextvars.bound_contextvars(**ids):
+            try:
+                await self._serve(exchange, scope)
+            finally:
+                await self._close(exchange)
+
+    async def _serve(self, exchange: Exchange, scope: HTTPScope) -> None:
+        try:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > self.options.header_bytes_max:
+                message = f"The request headers are over the limit of {self.options.header_bytes_max} bytes."
+                await respond(exchange, ApiError(431, "request_too_large", message))
+            elif exchange.method == "OPTIONS" and "access-control-request-method" in exchange.headers:
+                await self._preflight(exchange)
+            else:
+                await self._app(scope, exchange.receive, exchange.send)
+        except Exception as error:  # noqa: BLE001  The last resort: whatever it is, the client gets JSON and the log gets the facts.
+            if not (isinstance(error, ApiError) and error.status == 499):
+                _log.exception("request crashed", path=exchange.path[:200])
+                exchange.outcome = "error"
+            if not exchange.status:
+                await respond(exchange, error if isinstance(error, ApiError) else errors.internal())
+
+    async def _close(self, exchange: Exchange) -> None:
+        """Close in a task of its own, so that a cancelled request still settles."""
+        closing = asyncio.create_task(exchange.close(), name=f"close {exchange.request_id}")
+        self._closing.add(closing)
+
+        def closed(task: asyncio.Task[None]) -> None:
+            self._closing.discard(task)
+            self.open.pop(exchange.request_id, None)
+            self._on_closed(exchange)
+
+        closing.add_done_callback(closed)
+        await asyncio.shield(closing)
+
+    async def drained(self) -> None:
+        """Until no record is outstanding."""
+        while self._closing:
+            await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def choose_id(self, wanted: str, path: str) -> str:
+        """The client's own id if it is fit and free, else a new one."""
+        if _SAFE_ID.fullmatch(wanted) and wanted not in self.open and not self._knows_id(wanted):
+            return wanted
+        return _ID_PREFIX.get(path, "req-") + secrets.token_hex(12)
+
+    def response_headers(self, request: Mapping[str, str], request_id: str) -> list[tuple[bytes, bytes]]:
+        """What every response carries."""
+        headers = [(b"x-request-id", request_id.encode())]
+        origin = self._allowed_origin(request.get("origin"))
+        if origin is not None:
+            headers += [
+                (b"access-control-allow-origin", origin.encode("latin-1")),
+                (b"access-control-expose-headers", _EXPOSED.encode()),
+            ]
+            if origin != "*":
+                headers.append((b"vary", b"origin"))
+        return headers
+
+    def _allowed_origin(self, origin: str | None) -> str | None:
+        if origin is None:
+            return None
+        if "*" in self.options.cors_origins:
+            return "*"
+        return origin if origin in self.options.cors_origins else None
+
+    async def _preflight(self, exchange: Exchange) -> None:
+        wanted = exchange.headers.get("access-control-request-headers", "")
+        headers = {
+            "access-control-allow-methods": _METHODS,
+            "access-control-allow-headers": wanted if wanted.isprintable() and wanted else "*",
+            "access-control-max-age": str(_PREFLIGHT_AGE_S),
+        }
+        await _answer(exchange.send, HTTPStatus.NO_CONTENT, headers, b"")
+
+
+async def respond(exchange: Exchange, error: ApiError) -> None:
+    """An error as a whole response."""
+    exchange.outcome = exchange.outcome or error.outcome
+    exchange.live.error = error.code or ""
+    await _answer(exchange.send, error.status, {"content-type": "application/json", **error.headers}, error.body())
+
+
+async def _answer(
+    send: Callable[[Message], Awaitable[None]], status: int, headers: Mapping[str, str], body: bytes
+) -> None:
+    encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    if status != HTTPStatus.NO_CONTENT:
+        encoded.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,170 @@
+"""
+URLs and methods.  All decisions are in `gateway.service`; here is only what HTTP needs.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+from litestar import Request, Response, get, post
+from litestar.datastructures import State
+from litestar.di import NamedDependency
+from litestar.exceptions import HTTPException
+from litestar.params import FromPath
+from litestar.response import Stream
+from litestar.types import Scope
+
+from gateway import errors
+from gateway.errors import ApiError
+from gateway.exchange import Exchange, exchange_of
+from gateway.service import Answer, Gateway
+from gateway.wire import Json
+
+_STREAM_HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
+_JSON = "application/json"
+
+Reply = Response[bytes] | Stream
+AnyRequest = Request[object, object, State]
+
+
+def json_response(value: Json, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response[bytes]:
+    """A value as JSON."""
+    return Response(msgspec.json.encode(value), media_type=_JSON, status_code=status, headers=dict(headers or {}))
+
+
+def _reply(answer: Answer) -> Reply:
+    headers, body = answer
+    if isinstance(body, bytes):
+        return Response(body, media_type=_JSON, headers=headers)
+    return Stream(body, media_type="text/event-stream", headers={**headers, **_STREAM_HEADERS}, status_code=200)
+
+
+@post("/v1/chat/completions", status_code=200)
+async def chat_completions(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Reply:
+    """Answer a conversation."""
+    return _reply(await gateway.chat(exchange))
+
+
+@post("/v1/completions", status_code=200)
+async def completions(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Reply:
+    """Continue a text."""
+    return _reply(await gateway.complete(exchange))
+
+
+@post("/tokenize", status_code=200)
+async def tokenize(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
+    """Text or messages as token ids."""
+    return json_response(await gateway.tokenize(exchange))
+
+
+@post("/detokenize", status_code=200)
+async def detokenize(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
+    """Token ids as text."""
+    return json_response(await gateway.detokenize(exchange))
+
+
+@get("/v1/models")
+async def models(gateway: NamedDependency[Gateway]) -> Response[bytes]:
+    """The one model."""
+    return json_response({"object": "list", "data": [gateway.model()]})
+
+
+@get("/v1/models/{model_id:path}")
+async def model(gateway: NamedDependency[Gateway], model_id: FromPath[str]) -> Response[bytes]:
+    """The model by its name, which may hold slashes."""
+    name = model_id.removeprefix("/")
+    if name != gateway.options.model_name:
+        raise errors.model_not_found(name)
+    return json_response(gateway.model())
+
+
+@get("/health")
+async def health(gateway: NamedDependency[Gateway]) -> Response[bytes]:
+    """The process is alive."""
+    return json_response(gateway.health())
+
+
+@get("/ready")
+async def ready(gateway: NamedDependency[Gateway]) -> Response[bytes]:
+    """Whether requests would be served: 503 and the reason if not."""
+    is_ready, state = gateway.ready()
+    return json_response(state, status=200 if is_ready else 503)
+
+
+@get("/metrics")
+async def metrics(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
+    """The metric catalogue, for Prometheus."""
+    text, media_type = gateway.hub.metrics_text(exchange.headers.get("accept", ""))
+    return Response(text, media_type=media_type)
+
+
+@get("/debug/requests")
+async def debug_requests(gateway: NamedDependency[Gateway]) -> Response[bytes]:
+    """The newest requests and where their time went."""
+    return json_response(gateway.hub.debug_requests())
+
+
+@get("/debug/requests/{request_id:str}")
+async def debug_request(gateway: NamedDependency[Gateway], request_id: FromPath[str]) -> Response[bytes]:
+    """One request."""
+    found = gateway.hub.debug_request(request_id)
+    if found is None:
+        raise ApiError(404, "not_found", "No such request is remembered.", outcome="not_found")
+    return json_response(found)
+
+
+@get("/debug/steps")
+async def debug_steps(gateway: NamedDependency[Gateway]) -> Response[bytes]:
+    """The newest engine steps."""
+    return json_response(gateway.hub.debug_steps())
+
+
+@get("/debug/kv")
+async def debug_kv(gateway: NamedDependency[Gateway]) -> Response[bytes]:
+    """Where the KV slots are."""
+    return json_response(gateway.hub.debug_kv())
+
+
+HANDLERS = (
+    chat_completions,
+    completions,
+    tokenize,
+    detokenize,
+    models,
+    model,
+    health,
+    ready,
+    metrics,
+    debug_requests,
+    debug_request,
+    debug_steps,
+    debug_kv,
+)
+
+
+def provide_gateway(state: State) -> Gateway:
+    """The gateway of this application."""
+    gateway = state["gateway"]
+    assert isinstance(gateway, Gateway)
+    return gateway
+
+
+def provide_exchange(scope: Scope) -> Exchange:
+    """The exchange that the request belongs to."""
+    return exchange_of(scope)
+
+
+def on_api_error(request: AnyRequest, error: ApiError) -> Response[bytes]:
+    """An ApiError as its response."""
+    exchange = exchange_of(request.scope)
+    exchange.outcome = exchange.outcome or error.outcome
+    exchange.live.error = error.code or ""
+    return Response(error.body(), status_code=error.status, media_type=_JSON, headers=error.headers)
+
+
+def on_http_error(request: AnyRequest, error: HTTPException) -> Response[bytes]:
+    """What the framework refuses, in our words."""
+    response = on_api_error(request, errors.of_http(error.status_code, request.method, request.url.path))
+    allow = (error.headers or {}).get("allow") or (error.headers or {}).get("Allow")
+    if allow:
+        response.headers["allow"] = allow
+    return response

@@ -1,0 +1,266 @@
+"""
+What the routes do: the gateway's parts, and the way of a request through them.
+
+    body -> decode -> model? -> template, tokens -> replica -> plan -> launch -> events | whole answer
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from engine.api import Hello
+from gateway import errors
+from gateway.backend import Backend, Replica
+from gateway.config import GatewayOptions
+from gateway.decode import T, check_token_ids, decode, split_prompts
+from gateway.exchange import Exchange
+from gateway.generate import Asked, Generation, parameters, plan
+from gateway.stream import ChatWriter, CompletionWriter, Writer
+from gateway.template import RESERVED, TemplateError
+from gateway.tokens import ModelText
+from gateway.wire import ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, Json, TokenizeRequest
+from telemetry import clock
+from telemetry.hub import Hub
+
+DECODE_INLINE_BYTES_MAX = 64 * 1024
+"""Larger bodies are decoded on a thread."""
+
+Answer = tuple[dict[str, str], bytes | AsyncIterator[bytes]]
+"""Headers, and the whole body or the events of a stream."""
+
+
+class Gateway:
+    """Everything that outlives a request."""
+
+    def __init__(self, options: GatewayOptions, text: ModelText, backend: Backend, hub: Hub) -> None:
+        self.options = options
+        self.text = text
+        self.backend = backend
+        self.hub = hub
+        self.draining = False
+        self.running: set[Exchange] = set()
+        self.started_s = int(time.time())
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ---- the routes
+
+    async def chat(self, exchange: Exchange) -> Answer:
+        """POST /v1/chat/completions.  Raises ApiError."""
+        asked = await self._read(exchange, ChatRequest)
+        self._admit(exchange, asked)
+        exchange.book.enter("tokenize", clock.now_ns())
+        prompt = await self._chat_tokens(asked.messages, asked.chat_template_kwargs)
+        generation, hello, headers = await self._launch(exchange, asked, [prompt])
+        writer = ChatWriter(
+            self.text,
+            request_id=exchange.request_id,
+            created=int(time.time()),
+            model=self.options.model_name,
+            fingerprint=hello.fingerprint,
+            stream=bool(asked.stream),
+            logprobs=asked.logprobs_top is not None,
+        )
+        return headers, await self._answer(exchange, asked, generation, writer)
+
+    async def complete(self, exchange: Exchange) -> Answer:
+        """POST /v1/completions.  Raises ApiError."""
+        asked = await self._read(exchange, CompletionRequest)
+        self._admit(exchange, asked)
+        exchange.book.enter("tokenize", clock.now_ns())
+        given = split_prompts(asked.prompt)
+        prompts = [await self._prompt_tokens(one, _where(index, given, asked)) for index, one in enumerate(given)]
+        generation, hello, headers = await self._launch(exchange, asked, prompts)
+        texts = (
+            [one if isinstance(one, str) else self.text.decode(one) for one in given]
+            if asked.echo
+            else [""] * len(given)
+        )
+        writer = CompletionWriter(
+            self.text,
+            request_id=exchange.request_id,
+            created=int(time.time()),
+            model=self.options.model_name,
+            fingerprint=hello.fingerprint,
+            logprobs=asked.logprobs_top is not None,
+            echoes=[text for text in texts for _ in range(asked.n or 1)],
+        )
+        return headers, await self._answer(exchange, asked, generation, writer)
+
+    async def tokenize(self, exchange: Exchange) -> dict[str, Json]:
+        """POST /tokenize.  Raises ApiError."""
+        asked = await self._read(exchange, TokenizeRequest)
+        self._check_model(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise errors.invalid("Either 'prompt' or 'messages' is needed.", "prompt")
+        if asked.messages is not None:
+            wanted = asked.add_generation_prompt is not False
+            tokens = await self._chat_tokens(asked.messages, asked.chat_template_kwargs, add_generation_prompt=wanted)
+        else:
+            special = asked.add_special_tokens is not False
+            tokens = await self.text.encode(asked.prompt or "", add_special_tokens=special)
+        context_max = min((hello.context_max for hello in self.backend.hellos()), default=None)
+        return {"count": len(tokens), "max_model_len": context_max, "tokens": list(tokens)}
+
+    async def detokenize(self, exchange: Exchange) -> dict[str, Json]:
+        """POST /detokenize.  Raises ApiError."""
+        asked = await self._read(exchange, DetokenizeRequest)
+        self._check_model(asked.model)
+        check_token_ids(asked.tokens, self._vocab_size(), "tokens")
+        return {"prompt": self.text.decode(asked.tokens)}
+
+    # ---- the way of a request
+
+    async def _read(self, exchange: Exchange, kind: type[T]) -> T:
+        body = await exchange.read_body()
+        if len(body) <= DECODE_INLINE_BYTES_MAX:
+            return decode(body, kind, depth_max=self.options.depth_max)
+        return await asyncio.to_thread(decode, body, kind, depth_max=self.options.depth_max)
+
+    def _admit(self, exchange: Exchange, asked: Asked) -> None:
+        self._check_model(asked.model)
+        live = exchange.live
+        live.model = self.options.model_name
+        live.stream = bool(asked.stream)
+        live.choices = asked.n or 1
+        live.parameters = parameters(asked)
+        if isinstance(asked, ChatRequest) and len(asked.messages) > self.options.messages_max:
+            raise errors.invalid(f"At most {self.options.messages_max} messages are allowed.", "messages")
+        if self.draining:
+            raise errors.draining()
+        if len(self.running) >= self.options.requests_max:
+            raise errors.overloaded(f"{self.options.requests_max} requests are in flight already; try again later.")
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self.options.model_name:
+            raise errors.model_not_found(model)
+
+    def _vocab_size(self) -> int:
+        return max([hello.vocab_size for hello in self.backend.hellos()] or [self.text.vocab_size])
+
+    async def _chat_tokens(
+        self, messages: Sequence[ChatMessage], extra: dict[str, Json] | None, *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        taken = RESERVED & (extra or {}).keys()
+        if taken:
+            name = min(taken)
+            raise errors.invalid(f"'{name}' is set by the server.", f"chat_template_kwargs.{name}")
+        try:
+            prompt = await self.text.render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
+        except TemplateError as error:
+            raise errors.invalid(str(error), "messages") from None
+        tokens = await self.text.encode(prompt, add_special_tokens=False)
+        if not tokens:
+            raise errors.invalid("The messages make an empty prompt.", "messages")
+        return tokens
+
+    async def _prompt_tokens(self, prompt: str | list[int], where: str) -> list[int]:
+        if isinstance(prompt, str):
+            tokens = await self.text.encode(prompt, add_special_tokens=True)
+        else:
+            tokens = prompt
+            check_token_ids(tokens, self._vocab_size(), where)
+        if not tokens:
+            raise errors.invalid("The prompt is empty: at least one token is needed.", where)
+        return tokens
+
+    async def _launch(
+        self, exchange: Exchange, asked: Asked, prompts: list[list[int]]
+    ) -> tuple[Generation, Hello, dict[str, str]]:
+        replica, hello = self._choose(exchange)
+        exchange.replica = replica
+        exchange.one_clock = clock.shares_clock(hello.clock_id)
+        planned = plan(asked, prompts, exchange, hello, self.text, self.options)
+        exchange.live.prompt_tokens = sum(len(message.prompt) for message in planned.messages)
+        exchange.live.choices = len(planned.messages)
+        self.running.add(exchange)
+        self._idle.clear()
+        generation = Generation(exchange, planned, self.text, self.options)
+        async with exchange.watched():
+            headers = await generation.launch()
+        return generation, hello, headers
+
+    def _choose(self, exchange: Exchange) -> tuple[Replica, Hello]:
+        if exchange.flight.error is not None:
+            raise exchange.flight.error  # The client left, or we are draining, while the prompt was tokenized.
+        if self.draining:
+            raise errors.draining()
+        return self.backend.choose()
+
+    async def _answer(
+        self, exchange: Exchange, asked: Asked, generation: Generation, writer: Writer
+    ) -> bytes | AsyncIterator[bytes]:
+        if asked.stream:
+            options = asked.stream_options
+            return generation.events(writer, include_usage=bool(options and options.include_usage))
+        async with exchange.watched():
+            choices, tokens = await generation.collect()
+        return writer.whole(choices, tokens)
+
+    # ---- the end
+
+    def finished(self, exchange: Exchange) -> None:
+        """Its record is written."""
+        self.running.discard(exchange)
+        if not self.running:
+            self._idle.set()
+
+    async def drain(self) -> None:
+        """Refuse what is new, let the rest run up to `drain_s`, then end it with an error."""
+        self.draining = True
+        if await self._idle_within(self.options.drain_s):
+            return
+        for exchange in list(self.running):
+            exchange.flight.interrupt(errors.draining())
+        await self._idle_within(self.options.record_timeout_s + 1)
+
+    async def _idle_within(self, limit_s: float) -> bool:
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # ---- what the gateway says of itself
+
+    def ready(self) -> tuple[bool, dict[str, Json]]:
+        """Whether a new request would be served, and why not."""
+        troubles = self.backend.troubles()
+        reason = "draining" if self.draining else ""
+        if not reason and len(troubles) == len(self.backend.replicas):
+            reason = "; ".join(f"engine {number} {trouble}" for number, trouble in troubles.items())
+        state: dict[str, Json] = {"status": "not ready" if reason else "ready", "reason": reason or None}
+        return not reason, state | {"engines": dict(troubles)}
+
+    def health(self) -> dict[str, Json]:
+        """That the process is alive, and what it serves."""
+        hellos = self.backend.hellos()
+        engines: list[Json] = [
+            {
+                "replica": hello.replica,
+                "fingerprint": hello.fingerprint,
+                "reproducible": hello.reproducible,
+                "context_max": hello.context_max,
+                "details": dict(hello.details),
+            }
+            for hello in hellos
+        ]
+        reproducible = all(hello.reproducible for hello in hellos) if hellos else None
+        return {"status": "ok", "model": self.options.model_name, "reproducible": reproducible, "engines": engines}
+
+    def model(self) -> dict[str, Json]:
+        """The model object."""
+        context_max = min((hello.context_max for hello in self.backend.hellos()), default=None)
+        return {
+            "id": self.options.model_name,
+            "object": "model",
+            "created": self.started_s,
+            "owned_by": "pellucid",
+            "max_model_len": context_max,
+        }
+
+
+def _where(index: int, given: Sequence[str | list[int]], asked: CompletionRequest) -> str:
+    several = isinstance(asked.prompt, list) and (len(given) > 1 or isinstance(asked.prompt[0], str | list))
+    return f"prompt[{index}]" if several else "prompt"
