@@ -37,7 +37,7 @@ def parse_bytes(text: str) -> int:
     if match is None or unit not in _UNITS:
         raise ValueError(f"{text!r} is not a size such as 512MiB or 2GiB")
     size_bytes = int(float(match[1]) * _UNITS[unit])
-    if not 0 < size_bytes < 2**60:
+    if not 0 < size_bytes < 2**50:
         raise ValueError(f"{text!r} is out of range")
     return size_bytes
 

@@ -1,0 +1,44 @@
+"""
+Run a Supervisor over fake children: `supervised.py GATEWAY_MODE ENGINE_MODE READY BACKOFF_JSON GRACE_S`.
+
+READY is `yes` (at once) or `never`.  Its exit code is the supervisor's.
+"""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from launch.supervise import Backoff, ChildSpec, Supervisor
+
+CHILD = Path(__file__).with_name("fake_child.py")
+
+
+def spec(name: str, mode: str, grace_s: float) -> ChildSpec:
+    return ChildSpec(name=name, command=(sys.executable, "-I", str(CHILD), name, mode), grace_s=grace_s)
+
+
+def say(message: str) -> None:
+    print(f"supervisor: {message}", flush=True)
+
+
+async def run(gateway: str, engine: str, ready: str, backoff: str, grace: str) -> int:
+    async def until_ready() -> None:
+        if ready == "never":
+            await asyncio.Event().wait()
+        say("ready")
+
+    supervisor = Supervisor(
+        gateway=spec("gateway", gateway, float(grace)),
+        engines=[spec("engine", engine, float(grace))],
+        environ=dict(os.environ),
+        say=say,
+        backoff=msgspec.json.decode(backoff, type=Backoff),
+    )
+    return await supervisor.run(until_ready)
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(run(*sys.argv[1:])))

@@ -1,0 +1,195 @@
+"""The supervisor: restart, back-off, order of the end, and no orphans.  Real processes, fake programs."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from launch.supervise import Backoff, describe_exit
+from tests.tidy.imports import ROOT
+
+DRIVER = Path(__file__).with_name("supervised.py")
+QUICK = Backoff(first_s=0.01, most_s=0.04, healthy_s=60.0)
+DEADLINE_S = 20.0
+
+
+class Run:
+    """A supervisor under test, and what was said so far."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[str] = []
+
+    async def until(self, fits: Callable[[str], bool]) -> str:
+        """Read on until a line fits; that line."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(DEADLINE_S):
+            while line := (await self.process.stdout.readline()).decode().strip():
+                self.lines.append(line)
+                if fits(line):
+                    return line
+        raise AssertionError(f"the pipe ended before that; {self.lines}")
+
+    async def seen(self, *wanted: str) -> None:
+        """Read on until each of these lines has come, in any order."""
+        missing = set(wanted) - set(self.lines)
+        while missing:
+            missing.discard(await self.until(missing.__contains__))
+
+    async def rest(self) -> list[str]:
+        """All lines up to the end of the pipe, which is the end of every process that holds it."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(DEADLINE_S):
+            self.lines += (await self.process.stdout.read()).decode().splitlines()
+        return self.lines
+
+
+@asynccontextmanager
+async def supervised(
+    gateway: str, engine: str, *, ready: str = "yes", backoff: Backoff = QUICK, grace_s: float = 10.0
+) -> AsyncIterator[Run]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(DRIVER),
+        gateway,
+        engine,
+        ready,
+        msgspec.json.encode(backoff).decode(),
+        str(grace_s),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    run = Run(process)
+    try:
+        yield run
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await run.rest()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_a_signal_drains_the_gateway_first_and_ends_with_zero(number: signal.Signals) -> None:
+    async with supervised("serves", "serves") as run:
+        await run.seen("gateway up", "engine up", "supervisor: ready")
+        run.process.send_signal(number)
+        lines = await run.rest()
+        assert lines[-4:] == ["gateway stops", "gateway gone", "engine stops", "engine gone"]
+        assert await run.process.wait() == 0
+
+
+async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace_time() -> None:
+    async with supervised("stubborn", "serves", grace_s=0.2) as run:
+        await run.seen("gateway up", "engine up")
+        run.process.terminate()
+        lines = await run.rest()
+        assert lines[-3:] == ["gateway ignores SIGTERM", "engine stops", "engine gone"]
+        assert await run.process.wait() == 0
+
+
+async def test_a_second_signal_kills() -> None:
+    async with supervised("stubborn", "stubborn", grace_s=3600.0) as run:
+        await run.seen("gateway up", "engine up")
+        run.process.send_signal(signal.SIGINT)
+        await run.seen("gateway ignores SIGTERM")
+        run.process.send_signal(signal.SIGINT)
+        await run.rest()
+        assert await run.process.wait() == 130
+
+
+@pytest.mark.parametrize("victim", ["engine", "gateway"])
+async def test_a_dead_child_comes_back_and_the_other_one_stays(victim: str, tmp_path: Path) -> None:
+    dies = f"dies-unless:{tmp_path / 'came back'}"
+    modes = {"engine": "serves", "gateway": "serves"} | {victim: dies}
+    async with supervised(modes["gateway"], modes["engine"]) as run:
+        await run.until(lambda line: line.startswith(f"supervisor: {victim} ended with code 1"))
+        await run.until(f"{victim} up".__eq__)
+        other = {"engine": "gateway", "gateway": "engine"}[victim]
+        await run.seen(f"{other} up")
+        run.process.terminate()
+        lines = await run.rest()
+        assert (lines.count(f"{victim} up"), lines.count(f"{other} up")) == (2, 1)
+        assert await run.process.wait() == 0
+
+
+async def test_pauses_double_and_are_bounded() -> None:
+    async with supervised("serves", "dies") as run:
+        pauses: list[float] = []
+        while len(pauses) < 5:
+            line = await run.until(lambda line: "again in" in line)
+            pauses.append(float(line.removesuffix(" s").rpartition(" ")[2]))
+        assert pauses == [0.01, 0.02, 0.04, 0.04, 0.04]
+        run.process.terminate()
+        await run.rest()
+        assert await run.process.wait() == 0
+
+
+async def test_the_pause_is_short_again_after_a_healthy_life() -> None:
+    async with supervised("serves", "dies", backoff=Backoff(first_s=0.01, most_s=9.0, healthy_s=0.0)) as run:
+        for _ in range(4):
+            assert (await run.until(lambda line: "again in" in line)).endswith("again in 0.01 s")
+
+
+async def test_a_signal_during_a_long_pause_ends_at_once() -> None:
+    async with supervised("serves", "dies", backoff=Backoff(first_s=3600.0, most_s=3600.0)) as run:
+        await run.until(lambda line: "again in 3600 s" in line)
+        await run.seen("gateway up")
+        run.process.terminate()
+        await run.rest()
+        assert await run.process.wait() == 0
+
+
+@pytest.mark.parametrize("modes", [("serves", "mistake"), ("mistake", "serves")])
+async def test_a_users_mistake_is_forwarded_and_not_tried_again(modes: tuple[str, str]) -> None:
+    async with supervised(*modes, ready="never") as run:
+        lines = await run.rest()
+        assert [line for line in lines if "the model is broken" in line] == [
+            f"{'gateway' if modes[0] == 'mistake' else 'engine'}: the model is broken"
+        ]
+        assert not [line for line in lines if line.startswith("supervisor:")]
+        assert await run.process.wait() == 2
+
+
+async def test_what_dies_again_and_again_before_it_was_ready_is_given_up() -> None:
+    async with supervised("serves", "dies", ready="never") as run:
+        lines = await run.rest()
+        assert lines.count("engine up") == 3
+        assert "supervisor: engine ended with code 1, 3 times before it was ready: giving up" in lines
+        assert await run.process.wait() == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux holds the leash")
+async def test_no_child_outlives_a_killed_supervisor() -> None:
+    async with supervised("stubborn", "stubborn", grace_s=3600.0) as run:
+        await run.seen("gateway up", "engine up", "supervisor: ready")
+        run.process.kill()
+        await run.rest()  # ends only when both children are gone: they hold the pipe
+        assert await run.process.wait() == -signal.SIGKILL
+
+
+def test_pause_is_bounded_after_any_number_of_deaths() -> None:
+    backoff = Backoff(first_s=0.5, most_s=30.0)
+    pauses = [backoff.pause_s(deaths) for deaths in range(1, 5000)]
+    assert pauses[:3] == [0.5, 1.0, 2.0] and max(pauses) == 30.0 and pauses == sorted(pauses)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (1, "ended with code 1"),
+        (0, "ended with code 0"),
+        (-9, "was killed by SIGKILL"),
+        (-77, "was killed by signal 77"),
+    ],
+)
+def test_exits_in_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words
