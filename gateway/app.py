@@ -15,7 +15,7 @@ from gateway.backend import Backend
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
 from gateway.exchange import Exchange, Front
-from gateway.routes import HANDLERS, on_api_error, on_http_error, provide_exchange, provide_gateway
+from gateway.routes import HANDLERS, on_api_error, on_crash, on_http_error, provide_exchange, provide_gateway
 from gateway.service import Gateway
 from gateway.tokens import ModelText
 from telemetry.hub import Hub
@@ -24,8 +24,9 @@ from telemetry.hub import Hub
 class Application:
     """A gateway that can be served: `front` is the ASGI application."""
 
-    def __init__(self, options: GatewayOptions, text: ModelText) -> None:
-        self.hub = Hub(model=options.model_name, version=_version(), otlp_endpoint=options.otlp_endpoint)
+    def __init__(self, options: GatewayOptions, text: ModelText, hub: Hub | None = None) -> None:
+        """Raises ExportConfigError where the settings for traces make no sense."""
+        self.hub = hub or Hub(model=options.model_name, version=_version(), otlp_endpoint=options.otlp_endpoint)
         self.backend = Backend(options, self.hub)
         self.gateway = Gateway(options, text, self.backend, self.hub)
         self._text = text
@@ -35,7 +36,7 @@ class Application:
                 "gateway": Provide(provide_gateway, sync_to_thread=False),
                 "exchange": Provide(provide_exchange, sync_to_thread=False),
             },
-            exception_handlers={ApiError: on_api_error, HTTPException: on_http_error},
+            exception_handlers={ApiError: on_api_error, HTTPException: on_http_error, Exception: on_crash},
             lifespan=[self._lifespan],
             state=State({"gateway": self.gateway}),
             openapi_config=None,

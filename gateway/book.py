@@ -11,10 +11,6 @@ where they do not, only the engine's durations are used and the difference count
 from telemetry.ledger import Ledger
 from telemetry.records import RequestRecord
 
-BLOCKED_NS = 1_000_000
-"""A write that took longer waited for the client."""
-
-
 class Book:
     """Exactly one state at any time, from the first byte to the end of the response."""
 
@@ -58,13 +54,13 @@ class Book:
             self._tail = Ledger("send", now_ns)
             self._show("send", now_ns)
 
-    def wrote(self, began_ns: int, ended_ns: int) -> None:
-        """A write to the client took this long."""
+    def wrote(self, began_ns: int, ended_ns: int, *, blocked: bool) -> None:
+        """A write to the client took this long; `blocked` if it had to wait for the client to read."""
         if self._tail is not None:
             began_ns = max(began_ns, self._tail.opened_ns)
         elif self._dispatched_ns:
             return
-        self.enter("send_blocked" if ended_ns - began_ns > BLOCKED_NS else "send", began_ns)
+        self.enter("send_blocked" if blocked else "send", began_ns)
         self.enter("send", ended_ns)
 
     def close(self, now_ns: int, record: RequestRecord | None, *, accepted_ns: int, one_clock: bool) -> dict[str, int]:

@@ -211,7 +211,7 @@ def check_messages(messages: list[ChatMessage]) -> None:
             raise errors.invalid("Only tool messages carry a tool call id.", f"{where}.tool_call_id")
 
 
-def _check_parts(parts: list[dict[str, Json]], where: str) -> None:
+def _check_parts(parts: list[dict[str, object]], where: str) -> None:
     if not parts:
         raise errors.invalid("A list of content parts must not be empty.", f"{where}.content")
     for index, part in enumerate(parts):
@@ -261,7 +261,7 @@ def check_token_ids(tokens: list[int], vocab_size: int, where: str) -> None:
         )
 
 
-def split_prompts(prompt: str | list[Json]) -> list[str | list[int]]:
+def split_prompts(prompt: str | list[object]) -> list[str | list[int]]:
     """The prompts of a completion, each as text or as ids.  Raises ApiError."""
     if isinstance(prompt, str):
         return [prompt]
@@ -283,14 +283,14 @@ def split_prompts(prompt: str | list[Json]) -> list[str | list[int]]:
     return texts
 
 
-def _ids(values: list[Json], where: str) -> list[int]:
+def _ids(values: list[object], where: str) -> list[int]:
     for index, value in enumerate(values):
         if not _is_id(value):
             raise errors.invalid(f"A token id is an integer of 0 to {TOKENS_MAX_MAX}.", f"{where}[{index}]")
     return [value for value in values if isinstance(value, int)]
 
 
-def _is_id(value: Json) -> bool:
+def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= TOKENS_MAX_MAX
 
 

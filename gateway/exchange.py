@@ -89,14 +89,18 @@ class Exchange:
             message["headers"] = [*message["headers"], *self._response_headers]
         self.settle()
         began_ns = clock.now_ns()
+        others_ran = asyncio.Event()  # A write that need not wait for the client does not let go of the event loop.
+        marking = asyncio.get_running_loop().call_soon(others_ran.set)
         try:
             async with asyncio.timeout(self._front.options.send_timeout_s):
                 await self._send(message)
         except TimeoutError:
             self.flight.interrupt(errors.client_gone())
             raise errors.client_gone() from None
+        finally:
+            marking.cancel()
         self.settle()
-        self.book.wrote(began_ns, clock.now_ns())
+        self.book.wrote(began_ns, clock.now_ns(), blocked=others_ran.is_set())
         if message["type"] == "http.response.body" and not message["more_body"]:
             self.book.enter("finalize", clock.now_ns())
 

@@ -5,6 +5,7 @@ URLs and methods.  All decisions are in `gateway.service`; here is only what HTT
 from collections.abc import Mapping
 
 import msgspec
+import structlog
 from litestar import Request, Response, get, post
 from litestar.datastructures import State
 from litestar.di import NamedDependency
@@ -18,6 +19,8 @@ from gateway.errors import ApiError
 from gateway.exchange import Exchange, exchange_of
 from gateway.service import Answer, Gateway
 from gateway.wire import Json
+
+_log = structlog.get_logger("pellucid.gateway")
 
 _STREAM_HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
 _JSON = "application/json"
@@ -159,6 +162,12 @@ def on_api_error(request: AnyRequest, error: ApiError) -> Response[bytes]:
     exchange.outcome = exchange.outcome or error.outcome
     exchange.live.error = error.code or ""
     return Response(error.body(), status_code=error.status, media_type=_JSON, headers=error.headers)
+
+
+def on_crash(request: AnyRequest, error: Exception) -> Response[bytes]:
+    """A fault of ours: the facts go to the log, the client gets an apology."""
+    _log.error("request crashed", path=request.url.path[:200], exc_info=error)
+    return on_api_error(request, errors.internal())
 
 
 def on_http_error(request: AnyRequest, error: HTTPException) -> Response[bytes]:

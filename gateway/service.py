@@ -139,7 +139,7 @@ class Gateway:
         return max([hello.vocab_size for hello in self.backend.hellos()] or [self.text.vocab_size])
 
     async def _chat_tokens(
-        self, messages: Sequence[ChatMessage], extra: dict[str, Json] | None, *, add_generation_prompt: bool = True
+        self, messages: Sequence[ChatMessage], extra: dict[str, object] | None, *, add_generation_prompt: bool = True
     ) -> list[int]:
         taken = RESERVED & (extra or {}).keys()
         if taken:

@@ -40,7 +40,7 @@ class ChatTemplate:
         messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
-        extra: Mapping[str, Json] | None = None,
+        extra: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt.  Raises TemplateError."""
         variables: dict[str, object] = {**self._special_tokens, **(extra or {})}

@@ -82,7 +82,7 @@ class ModelText:
         messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
-        extra: Mapping[str, Json] | None = None,
+        extra: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt for a conversation.  Raises TemplateError."""
         if self.template is None:

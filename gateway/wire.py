@@ -56,14 +56,14 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn.  `content` as a list holds parts, which must be text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Json]] | None = None
+    content: str | list[dict[str, object]] | None = None
     name: Label | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Label | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[list[Json], Meta(max_length=0)] | None = None
+    annotations: Annotated[list[object], Meta(max_length=0)] | None = None
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,7 +102,7 @@ class ChatRequest(Generation, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    chat_template_kwargs: dict[str, Json] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
     parallel_tool_calls: bool | None = None  # harmless without tools
 
     @property
@@ -122,7 +122,7 @@ Prompt = str | list[str] | list[TokenId] | list[list[TokenId]]
 class CompletionRequest(Generation, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions.  `prompt` is checked by hand: msgspec allows one array type in a union."""
 
-    prompt: str | list[Json]
+    prompt: str | list[object]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: Literal[1] | None = None
@@ -146,7 +146,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Json] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

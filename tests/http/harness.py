@@ -1,0 +1,158 @@
+"""
+A live gateway: uvicorn on a free port in a thread, in front of the real engine shell with a fake device, or of an
+engine that misbehaves on purpose.
+"""
+
+import asyncio
+import socket
+import threading
+from pathlib import Path
+
+import httpx
+import uvicorn
+
+from engine.api import Hello
+from engine.config import SchedulerConfig
+from engine.device.fake import FakeRunner
+from engine.loop import Loop
+from engine.scheduler import Scheduler
+from engine.server import Server
+from gateway.__main__ import listen
+from gateway.app import Application
+from gateway.config import GatewayOptions
+from gateway.tokens import load
+from telemetry.clock import CLOCK_ID
+from telemetry.hub import Hub
+from telemetry.records import RequestRecord
+from tests.http.model_files import EOS_ID
+
+MODEL = "tiny"
+WAIT_S = 15.0
+
+
+class RecordingHub(Hub):
+    """The real hub, which also keeps what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(model=MODEL)
+        self.records: list[RequestRecord] = []
+        self.change = threading.Condition()
+
+    def request(self, record: RequestRecord) -> None:
+        """A request has ended."""
+        super().request(record)
+        with self.change:
+            self.records.append(record)
+            self.change.notify_all()
+
+
+class LiveGateway:
+    """A running gateway."""
+
+    def __init__(self, options: GatewayOptions) -> None:
+        self.options = options
+        self.hub = RecordingHub()
+        self.text = load(Path(options.model))
+        self.application = Application(options, self.text, self.hub)
+        self._listener = listen(options.host, 0)
+        self.port: int = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
+        config = uvicorn.Config(
+            self.application.front, loop="none", http="httptools", lifespan="on", log_config=None, access_log=False
+        )
+        config.timeout_graceful_shutdown = 2
+        self._server = uvicorn.Server(config)
+        self.loop = asyncio.new_event_loop()
+
+    def start(self, *, ready: bool = True) -> None:
+        """Serve; with `ready`, until an engine is connected."""
+        self._thread.start()
+        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
+        if ready:
+            asyncio.run_coroutine_threadsafe(self._until_ready(), self.loop).result(WAIT_S)
+
+    async def _until_ready(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not self.application.backend.hellos():
+                await asyncio.sleep(0.005)  # Start-up only: there is no event for it.
+
+    def stop(self) -> None:
+        """Stop serving."""
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "the gateway does not stop"
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_until_complete(self._server.serve(sockets=[self._listener]))
+        finally:
+            self.loop.close()
+            self._listener.close()
+
+    def record(self, request_id: str) -> RequestRecord:
+        """The record of a request, once it is written.  There is exactly one, and its book closes."""
+        with self.hub.change:
+            assert self.hub.change.wait_for(lambda: self._found(request_id), WAIT_S), f"no record of {request_id}"
+            found = self._found(request_id)
+        assert len(found) == 1
+        assert found[0].imbalance() == 0
+        assert all(spent_ns >= 0 for spent_ns in found[0].states.values())
+        return found[0]
+
+    def _found(self, request_id: str) -> list[RequestRecord]:
+        return [record for record in self.hub.records if record.request_id == request_id]
+
+    def connect(self) -> socket.socket:
+        """A raw connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        return asyncio.run(self.text.encode(text, add_special_tokens=False))
+
+
+class ShellEngine:
+    """The real engine shell and core with a fake device, in a thread."""
+
+    def __init__(self, path: str, *, vocab_size: int, context_max: int = 512, step_delay_s: float = 0.0) -> None:
+        self.device = FakeRunner(
+            vocab_size=vocab_size, context_max=context_max, blocks_max=256, eos_ids=(EOS_ID,), step_delay_s=step_delay_s
+        )
+        facts = self.device.facts
+        config = SchedulerConfig(
+            blocks_max=facts.blocks_max, context_max=context_max, sequences_max=16, waiting_max=64, vocab_size=vocab_size
+        )
+        hello = Hello(
+            epoch="shell",
+            replica=0,
+            clock_id=CLOCK_ID,
+            model=MODEL,
+            fingerprint=facts.fingerprint,
+            reproducible=True,
+            vocab_size=vocab_size,
+            context_max=context_max,
+            block_slots=config.block_slots,
+            blocks_max=facts.blocks_max,
+            sequences_max=config.sequences_max,
+            waiting_max=config.waiting_max,
+            eos_ids=facts.eos_ids,
+        )
+        self.scheduler = Scheduler(config)
+        self._server = Server(f"unix:{path}", hello)
+        self._loop = Loop(self.scheduler, self.device, self._server)
+        self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Serve."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End everything."""
+        self._loop.stop()
+        self._server.wake()
+        self._thread.join(WAIT_S)
+        self._server.close()
