@@ -1,0 +1,70 @@
+"""
+Kernels to read: one sequence, one formula at a time, in float32.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.device.batch import Batch, Group
+from engine.device.kernels import Linear
+
+
+class ReferenceKernels:
+    """Implements `Kernels` in the plainest torch there is."""
+
+    name = "reference"
+
+    def prepare(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """As it is."""
+        return Linear(weight, bias)
+
+    def linear(self, x: Tensor, linear: Linear, add: Tensor | None = None) -> Tensor:
+        """Row by row, so that no row can know of another."""
+        weight = linear.weight.float()
+        y = torch.stack([weight @ row for row in x.float()])
+        if linear.bias is not None:
+            y = y + linear.bias.float()
+        if add is not None:
+            y = y + add.float()
+        return y.to(x.dtype)
+
+    def gated(self, x: Tensor, gate: Linear, up: Linear) -> Tensor:
+        """SiLU: z * sigmoid(z)."""
+        gates = self.linear(x.float(), gate)
+        return (gates / (1 + torch.exp(-gates)) * self.linear(x.float(), up)).to(x.dtype)
+
+    def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Divide by the root of the mean square."""
+        mean_square = x.float().pow(2).mean(-1, keepdim=True)
+        return (x.float() / torch.sqrt(mean_square + epsilon)).to(x.dtype) * weight
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Pairs are (i, i + head_dim / 2)."""
+        first, second = heads.float().chunk(2, -1)
+        heads.copy_(torch.cat((first, second), -1) * cos + torch.cat((second, first), -1) * sin)
+
+    def attend(self, qkv: Tensor, cache: Tensor, batch: Batch, *, window: int, kv_heads: int) -> Tensor:
+        """Sequence by sequence, query by query."""
+        head_dim = cache.shape[-1]
+        queries = qkv.shape[1] // head_dim - 2 * kv_heads
+        pairs = qkv[: batch.rows, queries * head_dim :].reshape(batch.rows, 2, kv_heads, head_dim)
+        cache.view(-1, 2, kv_heads, head_dim)[batch.slots] = pairs
+        out = torch.zeros(qkv.shape[0], queries * head_dim, dtype=qkv.dtype)
+        for group in batch.groups:
+            for member in range(group.sequences):
+                for token in range(group.count):
+                    row = group.first_row + member * group.count + token
+                    query = qkv[row, : queries * head_dim].view(kv_heads, -1, head_dim)
+                    out[row] = self._attend_one(query, cache, group, member, token, window).reshape(-1).to(out.dtype)
+        return out
+
+    def _attend_one(
+        self, query: Tensor, cache: Tensor, group: Group, member: int, token: int, window: int
+    ) -> Tensor:
+        """One token: query [kv_heads, query heads of each, head_dim] over what its mask shows."""
+        table = group.blocks.view(group.sequences, group.width)[member]
+        keys, values = cache[table].flatten(0, 1).unbind(1)  # [slots, kv_heads, head_dim]
+        mask = group.masks[window][member, 0]
+        seen = mask[min(token * query.shape[1], mask.shape[0] - 1)] == 0
+        scores = torch.einsum("hgd,shd->hgs", query.float(), keys[seen].float()) * query.shape[-1] ** -0.5
+        return torch.einsum("hgs,shd->hgd", torch.softmax(scores, -1), values[seen].float())

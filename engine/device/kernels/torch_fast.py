@@ -1,0 +1,105 @@
+"""
+Kernels on torch's fast paths: oneDNN products on packed weights, fused flash attention.
+
+Why these calls and no others: each gives a row the same bits for any (padded) number of rows, which was measured and is
+measured again on the user's machine by `engine.device.probe`.  No vectorized transcendental runs over a whole tensor
+(exp in SiLU, for instance): its last few elements take a scalar path with other rounding, so a row would depend on
+where it lies.  Inside oneDNN and flash attention they run per row.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.device.batch import QUERY_TILE, Batch, Group
+from engine.device.kernels import Linear
+
+_PACK_ROWS = 16  # a hint for the packed layout, not a limit
+
+
+class TorchFastKernels:
+    """Implements `Kernels`; `packs` says whether oneDNN can take this dtype on this machine."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._packs = packs(dtype)
+        self.name = "onednn" if self._packs else "torch"
+
+    def prepare(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Reorder into oneDNN's blocked layout, once."""
+        if self._packs:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
+        return Linear(weight, bias)
+
+    def linear(self, x: Tensor, linear: Linear, add: Tensor | None = None) -> Tensor:
+        """One call: the sum with `add` is made on the float32 accumulators."""
+        if not self._packs:
+            y = F.linear(x, linear.weight, linear.bias)
+            return y if add is None else y + add
+        if add is None:
+            return _product(x, linear, "none")
+        return _product_with(x, add, linear, "add")
+
+    def gated(self, x: Tensor, gate: Linear, up: Linear) -> Tensor:
+        """Two calls: SiLU and the product are made on the float32 accumulators."""
+        if not self._packs:
+            return _silu(F.linear(x, gate.weight, gate.bias)) * F.linear(x, up.weight, up.bias)
+        return _product_with(x, _product(x, gate, "swish"), up, "mul")
+
+    def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """One reduction per row; the rest is single, exactly rounded operations."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = length.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
+        return torch.mul(x, scale, out=torch.empty_like(x)).mul_(weight)
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Products and a sum, each rounded on its own: a fused multiply-add would depend on the row's place."""
+        turned = torch.roll(heads, heads.shape[-1] // 2, -1) * sin
+        torch.add(heads * cos, turned, out=heads)
+
+    def attend(self, qkv: Tensor, cache: Tensor, batch: Batch, *, window: int, kv_heads: int) -> Tensor:
+        """One index_copy for keys and values together, one gather and one fused call per group."""
+        blocks, slots, _, _, head_dim = cache.shape
+        query_size = qkv.shape[1] - 2 * kv_heads * head_dim
+        cache.view(blocks * slots, -1).index_copy_(0, batch.slots, qkv[: batch.rows, query_size:])
+        out = torch.empty(qkv.shape[0], query_size, dtype=qkv.dtype)
+        out[batch.rows :] = 0
+        for group in batch.groups:
+            rows = slice(group.first_row, group.first_row + group.sequences * group.count)
+            _attend_group(qkv[rows, :query_size], cache, group, group.masks[window], out[rows])
+        return out
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN takes packed weights of this dtype here."""
+    if not torch._C._has_mkldnn:
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _product(x: Tensor, linear: Linear, activation: str) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, linear.weight, linear.bias, activation, [], "")
+    return y
+
+
+def _product_with(x: Tensor, other: Tensor, linear: Linear, operation: str) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, linear.weight, linear.bias, operation)
+    return y
+
+
+def _silu(x: Tensor) -> Tensor:
+    """SiLU whose exponential is a softmax of two numbers: per row, without a scalar tail."""
+    return x * torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
+
+
+def _attend_group(queries: Tensor, cache: Tensor, group: Group, mask: Tensor, out: Tensor) -> None:
+    """Query heads that share a key head are rows of one product, and so are the tokens of a chunk."""
+    n, t, slots = group.sequences, group.count, group.width * cache.shape[1]
+    kv_heads, head_dim = cache.shape[-2:]
+    pairs = cache.index_select(0, group.blocks).view(n, slots, 2, kv_heads, head_dim)
+    keys, values = pairs[:, :, 0].transpose(1, 2), pairs[:, :, 1].transpose(1, 2)
+    folded = queries.view(n, t, kv_heads, -1, head_dim).transpose(1, 2).reshape(n, kv_heads, -1, head_dim)
+    rows = folded.shape[2]
+    if rows % QUERY_TILE:
+        folded = F.pad(folded, (0, 0, 0, QUERY_TILE - rows % QUERY_TILE))
+    attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)[:, :, :rows]
+    out.view(n, t, kv_heads, -1, head_dim).copy_(attended.reshape(n, kv_heads, t, -1, head_dim).transpose(1, 2))

@@ -1,0 +1,46 @@
+"""
+The paged cache: keys and values of every layer, in blocks of `block_slots` tokens.
+
+Each layer is [blocks, block_slots, 2, kv_heads, head_dim]: keys and values of a token lie together as they leave the
+fused projection, so a step writes them with one copy, and a block is one contiguous piece to gather.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.device.architecture import Architecture
+from engine.device.errors import MemoryShort
+
+BLOCK_SLOTS = 16
+
+
+class KvCache:
+    """Memory for all layers.  It starts as zeros: what is masked is multiplied by 0, and 0 * NaN would be NaN."""
+
+    def __init__(self, architecture: Architecture, *, layers: int, blocks_max: int, dtype: torch.dtype) -> None:
+        assert blocks_max > 0 and layers > 0
+        self.blocks_max = blocks_max
+        self._shape = (layers, blocks_max, BLOCK_SLOTS, 2, architecture.kv_heads, architecture.head_dim)
+        self._dtype = dtype
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.layers: tuple[Tensor, ...] = ()  # give the old memory back before asking for the new
+        try:
+            self.layers = torch.zeros(self._shape, dtype=self._dtype).unbind(0)
+        except RuntimeError as error:
+            raise MemoryShort("the KV cache does not fit into memory: choose a smaller --kv-memory") from error
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """Replace what is no number in `blocks`, whose next owner would otherwise read it behind its mask."""
+        index = torch.tensor(blocks)
+        for layer in self.layers:
+            layer[index] = torch.nan_to_num(layer[index], nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def block_bytes(architecture: Architecture, dtype: torch.dtype) -> int:
+    """Memory of one block over all layers."""
+    return architecture.layers * BLOCK_SLOTS * 2 * architecture.kv_size * dtype.itemsize

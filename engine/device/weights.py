@@ -1,0 +1,164 @@
+"""
+From files to an `Architecture` and its tensors, one tensor at a time: safetensors here, GGUF in `gguf_weights`.
+
+Tensors go by the names that transformers gives them, whatever the file.  They are read lazily, so that loading needs
+the memory of the prepared model and of one tensor, not of two models.  Pickle (.bin, .pt) is never opened.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.device.architecture import Architecture, from_directory
+from engine.device.errors import ModelError
+from engine.device.gguf_weights import open_gguf
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_SAMPLES = 64  # of each file, for its identity
+_SAMPLE_BYTES = 64 * 1024
+
+
+class TensorSource(Protocol):
+    """Where tensors come from."""
+
+    def names(self) -> frozenset[str]:
+        """What there is, by the names of transformers."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, float32, float16 or bfloat16.  Raises ModelError."""
+        ...
+
+
+class Checkpoint:
+    """One model's files, opened."""
+
+    def __init__(
+        self, architecture: Architecture, eos_ids: tuple[int, ...], source: TensorSource, files: tuple[Path, ...]
+    ) -> None:
+        self.architecture = architecture
+        self.eos_ids = tuple(sorted({token for token in eos_ids if 0 <= token < architecture.vocab_size}))
+        self.identity = _identity(files)
+        self._source = source
+        self._names = source.names()
+        self.tied = "lm_head.weight" not in self._names if architecture.tied is None else architecture.tied
+
+    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor of that name as a contiguous `dtype` tensor.  Raises ModelError if it is missing or misshapen."""
+        if name not in self._names:
+            raise ModelError(f"the model lacks the tensor {name}: an incomplete download, or a model of another kind")
+        tensor = self._source.read(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, its configuration says {shape}")
+        if tensor.dtype not in FLOATS:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ModelError(f"tensor {name} is {kind}, not a float: take the original float checkpoint or a GGUF")
+        return tensor.to(dtype).contiguous()
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a Hugging Face directory or a GGUF file.  Raises ModelError."""
+    if path.suffix.lower() in PICKLES:
+        raise ModelError(f"{path.name} is a pickle, which could run code: convert it to safetensors")
+    if path.is_dir():
+        return _open_directory(path)
+    if not path.exists():
+        raise ModelError(f"{path} does not exist: name a Hugging Face model directory or a .gguf file")
+    if path.suffix.lower() == ".gguf":
+        architecture, eos_ids, source = open_gguf(path)
+        return Checkpoint(architecture, eos_ids, source, (path,))
+    if path.suffix.lower() == ".safetensors":
+        raise ModelError(f"{path.name} is only the weights: name its directory, which has config.json beside them")
+    raise ModelError(f"{path.name} is neither a Hugging Face directory nor a .gguf file: name one of these")
+
+
+def _open_directory(directory: Path) -> Checkpoint:
+    architecture, eos_ids = from_directory(directory)
+    files = _shards(directory)
+    source = SafetensorsSource(files)
+    return Checkpoint(architecture, eos_ids, source, (directory / "config.json", *files))
+
+
+def _shards(directory: Path) -> tuple[Path, ...]:
+    """The weight files of a directory: those of the index, or the single one."""
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    if index.exists():
+        names = _index(index)
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise ModelError(f"{directory} lacks {missing[0]}, which its index names: download the model again")
+        return tuple(directory / name for name in names)
+    if single.is_file():
+        return (single,)
+    pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLES)
+    if pickles:
+        raise ModelError(f"{directory} has only a pickle ({pickles[0]}), never loaded: convert it to safetensors")
+    ggufs = sorted(file.name for file in directory.glob("*.gguf"))
+    if ggufs:
+        raise ModelError(f"{directory} has no safetensors but GGUF files: name one, for example {directory / ggufs[0]}")
+    raise ModelError(f"{directory} has no model.safetensors: download the model again")
+
+
+def _index(index: Path) -> tuple[str, ...]:
+    """Names of the shards.  A name that leads out of the directory is refused."""
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = sorted({str(name) for name in weight_map.values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index.name} is broken ({error}): download the model again") from error
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"{index.name} names {name!r}, which is no safetensors file beside it")
+    if not names:
+        raise ModelError(f"{index.name} names no files: download the model again")
+    return tuple(names)
+
+
+class SafetensorsSource:
+    """One or several safetensors files as one set of tensors."""
+
+    def __init__(self, files: tuple[Path, ...]) -> None:
+        self._file_of: dict[str, Path] = {}
+        for file in files:
+            try:
+                with safe_open(str(file), framework="pt") as shard:
+                    self._file_of.update(dict.fromkeys(shard.keys(), file))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file.name} is broken ({error}): download the model again") from error
+
+    def names(self) -> frozenset[str]:
+        """All tensors of all files."""
+        return frozenset(self._file_of)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, as it is stored."""
+        file = self._file_of[name]
+        try:
+            with safe_open(str(file), framework="pt") as shard:
+                tensor: Tensor = shard.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file.name} is broken at {name} ({error}): download the model again") from error
+        return tensor
+
+
+def _identity(files: tuple[Path, ...]) -> str:
+    """A hash of file sizes and of evenly spaced samples: cheap, and two conversions of a model differ everywhere."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        try:
+            size = path.stat().st_size
+            digest.update(size.to_bytes(8, "little"))
+            with path.open("rb") as file:
+                for sample in range(_SAMPLES):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
