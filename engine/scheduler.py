@@ -227,7 +227,6 @@ class Scheduler:
     def _admit(self, counts: dict[int, int], now_ns: int) -> None:
         """Let waiting sequences in, in order; one that does not fit may be overtaken `bypass_max` times."""
         passed: list[Sequence] = []
-        preempted = self._preemptions > 0
         for sequence in list(self.waiting):
             budget = self.config.tokens_step_max - sum_of(counts)
             reason = ""
@@ -237,8 +236,7 @@ class Scheduler:
                 reason = "queue_token_budget"
             elif any(one.bypassed >= self.config.bypass_max for one in passed):
                 reason = "queue_fairness"
-            elif preempted or not self._enter(sequence, budget, counts, now_ns):
-                # What was just taken from one is not given to another in the same step.
+            elif not self._enter(sequence, budget, counts, now_ns):
                 reason = "queue_kv_full"
                 passed.append(sequence)
             if reason:

@@ -120,6 +120,19 @@ def test_a_finished_prompt_stays_cached_for_its_tenant_and_for_nobody_else() -> 
         assert finish.usage.cached_tokens == expected, name
 
 
+def test_the_end_of_a_cached_chain_is_given_up_before_its_beginning() -> None:
+    world = World(blocks_max=8)
+    prompt = tuple(range(21))
+    world.send(request("first", prompt, tokens_max=1))
+    world.finish()
+    world.send(request("other", 14, tokens_max=2))  # Needs four blocks; three are empty.
+    world.finish()
+    world.send(request("again", prompt, tokens_max=1))
+    world.finish()
+    finish = world.ends["again"].finish
+    assert finish is not None and finish.usage.cached_tokens == 16
+
+
 def test_aborts_are_idempotent_in_every_state() -> None:
     world = World(sequences_max=1, tokens_step_max=8)
     world.send(Abort("unknown"))

@@ -1,5 +1,5 @@
 """
-`python -m tests.sim --seed N [--fails-at K] [--count M]`: play the worlds N .. N+M-1.
+`python -m tests.sim --seed N [--fails-at K] [--count M] [--pressure]`: play the worlds N .. N+M-1.
 """
 
 import argparse
@@ -13,9 +13,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--fails-at", type=int)
+    parser.add_argument("--pressure", action="store_true")
     arguments = parser.parse_args()
     for seed in range(arguments.seed, arguments.seed + arguments.count):
-        explain(seed, Simulation(seed, fails_at=arguments.fails_at).run)
+        world = Simulation(seed, fails_at=arguments.fails_at, pressure=arguments.pressure)
+        explain(seed, world.run, fails_at=arguments.fails_at, pressure=arguments.pressure)
     print(f"{arguments.count} worlds, all books closed")
 
 

@@ -8,6 +8,8 @@ tokens were computed.  `Simulation(seed).run()` plays one world and checks after
 import random
 from collections.abc import Callable
 
+import msgspec
+
 from engine.api import Abort, Delta, Finish, GenerateRequest, Sampling
 from engine.blocks import BlockPool
 from engine.config import SchedulerConfig
@@ -52,7 +54,9 @@ class Client:
 class Simulation:
     """One world.  Same seed, same world."""
 
-    def __init__(self, seed: int, *, fails_at: int | None = None, requests: int | None = None) -> None:
+    def __init__(
+        self, seed: int, *, fails_at: int | None = None, requests: int | None = None, pressure: bool = False
+    ) -> None:
         self.random = random.Random(seed)
         self.seed = seed
         pick = self.random
@@ -68,6 +72,17 @@ class Simulation:
             vocab_size=50,
             prefix_cache=pick.random() < 0.8,
         )
+        if pressure:  # Everybody fits alone and nobody beside the others: preemptions without end, if they had none.
+            self.config = msgspec.structs.replace(
+                self.config,
+                blocks_max=pick.randrange(6, 40),
+                block_slots=1,
+                sequences_max=16,
+                tokens_step_max=64,
+                waiting_max=64,
+                preemptions_max=pick.choice((1, 2)),
+            )
+        self.patient = pressure
         pool: BlockPool | None = None
         if fails_at is not None:
             pool = FailingPool(
@@ -114,7 +129,7 @@ class Simulation:
         assert plan.tokens <= self.config.tokens_step_max
         self.scheduler.check()
         self.now_ns += self.random.randrange(1, STEP_NS_MAX)
-        if self.random.random() < 0.2:
+        if not self.patient and self.random.random() < 0.2:
             held = self._abort_in_flight(held, before_ns)
         self.totals["block_ns"] += held * (self.now_ns - before_ns)
         result = self.device.run(plan)
@@ -196,10 +211,12 @@ class Simulation:
             tokens_max=output,
             tokens_min=pick.choice((0, 0, 4)),
             stop_ids=pick.choice(((), (2,), (2, 3))),
-            priority=pick.choice((0, 0, 0, 1, -1)),
+            priority=pick.randrange(-5, 6) if self.patient else pick.choice((0, 0, 0, 1, -1)),
             tenant=pick.choice(("a", "b")),
-            deadline_s=pick.choice((0.0, 0.0, 0.0, 0.0, 0.02, 0.2)),
+            deadline_s=0.0 if self.patient else pick.choice((0.0, 0.0, 0.0, 0.0, 0.02, 0.2)),
         )
+        if self.patient:
+            return Client(request, born_ns=pick.randrange(0, self.rush_ns), abort_after_ns=None)
         patience_ns = pick.choice((*[None] * 9, 0, 1_000_000, 60_000_000))
         return Client(request, born_ns=pick.randrange(0, self.rush_ns), abort_after_ns=patience_ns)
 
@@ -259,11 +276,12 @@ class Simulation:
         return known[len(request.prompt) :]
 
 
-def explain(seed: int, play: Callable[[], object], **options: int) -> None:
+def explain(seed: int, play: Callable[[], object], **options: int | bool | None) -> None:
     """Run `play`; a failure ends with the one command line that reproduces it."""
     try:
         play()
     except BaseException as error:
-        flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items())
+        given = {name.replace("_", "-"): value for name, value in options.items() if value not in (None, False)}
+        flags = "".join(f" --{name}" if value is True else f" --{name} {value}" for name, value in given.items())
         error.add_note(f"reproduce: python -m tests.sim --seed {seed}{flags}")
         raise
