@@ -56,6 +56,17 @@ def configure(level: str = "info", format: str = "console", *, stream: TextIO | 
     )
 
 
+def reset() -> None:
+    """Undo `configure`: write what is left, and leave logging as the standard library has it."""
+    global _handler  # noqa: PLW0603  as above.
+    if _handler is not None:
+        logging.getLogger().removeHandler(_handler)
+        _handler.close()
+        _handler = None
+    logging.getLogger().setLevel(logging.WARNING)
+    structlog.reset_defaults()
+
+
 def bind_request(*, request_id: str, trace_id: str = "") -> None:
     """From here on, lines of this task and its children carry these ids."""
     ids = {"request_id": request_id} | ({"trace_id": trace_id} if trace_id else {})

@@ -10,6 +10,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Sequence
+from typing import Protocol
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
@@ -32,6 +33,14 @@ _FAILED = Status(StatusCode.ERROR)
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
+class _Processor(Protocol):
+    """What we need of the SDK's processor, which has no types of its own."""
+
+    def on_end(self, span: ReadableSpan) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
 class OtlpExport:
     """A `telemetry.export.SpanExport` through the SDK's batch processor."""
 
@@ -43,7 +52,7 @@ class OtlpExport:
         self._resource = _resource(version)
         self._scope = InstrumentationScope("pellucid", version, names.SCHEMA_URL)
         self._counted = _Counted(exporter or _exporter(to), to.shown)
-        self._processor = BatchSpanProcessor(
+        self._processor: _Processor = BatchSpanProcessor(
             self._counted,
             max_queue_size=QUEUE_SPANS_MAX,
             max_export_batch_size=BATCH_SPANS_MAX,
@@ -78,7 +87,7 @@ class OtlpExport:
         loop = asyncio.get_running_loop()
 
         def flush() -> None:
-            self._processor.shutdown()  # type: ignore[no-untyped-call]  # Joins the SDK's thread, which sends all that is queued.
+            self._processor.shutdown()  # Joins the SDK's thread, which sends all that is queued.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(flushed.set)
 

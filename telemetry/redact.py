@@ -22,7 +22,8 @@ SECRET_NAMES = frozenset(
     }
 )  # fmt: skip
 _SECRET_LOOKS = (
-    (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{4,}"), rf"\1 {MASK}"),
+    (re.compile(r"(?i)\b(bearer)\s+[A-Za-z0-9._~+/=-]{4,}"), rf"\1 {MASK}"),
+    (re.compile(r"(?i)\b(basic)\s+[A-Za-z0-9+/=]{16,}"), rf"\1 {MASK}"),
     (re.compile(r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{6,}"), MASK),
     (re.compile(r"(?i)\b(api[-_]?key|authorization|password|secret|token)(\s*[=:]\s*)[^\s&,;]+"), rf"\1\2{MASK}"),
     (re.compile(r"://[^/\s:@]*:[^/\s@]*@"), f"://{MASK}@"),

@@ -1,0 +1,87 @@
+"""
+Random records whose books close, as the real ones do.
+"""
+
+from hypothesis import strategies as st
+
+from telemetry.records import STEP_PARTS, KvBook, RequestRecord, StepRecord
+from telemetry.vocabulary import FINISHED_OUTCOMES, OUTCOMES, ROUTES, STATES
+
+MODEL = "tiny"
+counts = st.integers(0, 5000)
+spans_ns = st.integers(0, 200_000_000_000)
+
+
+@st.composite
+def request_records(draw: st.DrawFn) -> RequestRecord:
+    """One ended request, of any outcome."""
+    states = draw(st.dictionaries(st.sampled_from(STATES), spans_ns, max_size=len(STATES)))
+    accepted_ns = draw(st.integers(0, 2**60))
+    finished_ns = accepted_ns + sum(states.values())
+    outcome = draw(st.sampled_from(OUTCOMES))
+    computed, cached, accepted, rejected = (draw(counts) for _ in range(4))
+    cut_short = 0 if outcome in FINISHED_OUTCOMES else draw(counts)
+    return RequestRecord(
+        request_id=draw(st.uuids()).hex,
+        tenant=draw(st.sampled_from(("", "blue", "green"))),
+        outcome=outcome,
+        accepted_ns=accepted_ns,
+        finished_ns=finished_ns,
+        states=states,
+        prompt_tokens=computed + cached + cut_short,
+        cached_tokens=cached,
+        computed_tokens=computed,
+        recomputed_tokens=draw(counts),
+        output_tokens=draw(counts),
+        drafted_tokens=accepted + rejected,
+        draft_accepted_tokens=accepted,
+        draft_rejected_tokens=rejected,
+        preemptions=draw(st.integers(0, 3)),
+        steps=draw(counts),
+        kv_block_ns=draw(spans_ns),
+        first_token_ns=draw(st.integers(0, finished_ns - accepted_ns)),
+        gap_max_ns=draw(spans_ns),
+        model=MODEL,
+        route=draw(st.sampled_from(ROUTES)),
+        status=draw(st.sampled_from((200, 400, 404, 429, 499, 500, 503))),
+        stream=draw(st.booleans()),
+        choices=draw(st.integers(1, 8)),
+        trace_id=f"{draw(st.integers(1, 2**128 - 1)):032x}",
+    )
+
+
+@st.composite
+def kv_books(draw: st.DrawFn) -> KvBook:
+    """A book that closes."""
+    places = [draw(counts) for _ in range(6)]
+    return KvBook(sum(places), *places)
+
+
+@st.composite
+def step_records(draw: st.DrawFn) -> StepRecord:
+    """One step of one of three replicas."""
+    parts = {part: draw(spans_ns) for part in STEP_PARTS}
+    prefill, recompute, decode, drafts, accepted, rejected = (draw(counts) for _ in range(6))
+    return StepRecord(
+        step_id=draw(st.integers(0, 2**40)),
+        replica=draw(st.integers(0, 2)),
+        ended_ns=draw(st.integers(0, 2**60)),
+        step_ns=sum(parts.values()),
+        parts=parts,
+        tokens=prefill + recompute + decode + drafts,
+        prefill_tokens=prefill,
+        recompute_tokens=recompute,
+        decode_tokens=decode,
+        emitted_tokens=draw(counts),
+        sequences=draw(st.integers(0, 300)),
+        running=draw(st.integers(0, 300)),
+        waiting=draw(st.integers(0, 300)),
+        preemptions=draw(counts),
+        cached_tokens=draw(counts),
+        evictions=draw(counts),
+        drafted_tokens=accepted + rejected,
+        draft_accepted_tokens=accepted,
+        draft_rejected_tokens=rejected,
+        interconnect_bytes=draw(counts),
+        kv=draw(kv_books()),
+    )
