@@ -79,6 +79,12 @@ class BlockPool:
             self._names[block] = name
             self._named[name] = block
 
+    def forget(self, blocks: Many[int]) -> None:
+        """What these held blocks contain is not to be found again: it may be no numbers."""
+        for block in blocks:
+            assert self._refs[block] > 0
+            self._unname(block)
+
     def release(self, blocks: Many[int], *, step_id: int) -> None:
         """Drop one reference to each; `step_id` is the newest step that may touch them."""
         assert not self._fenced or self._fenced[-1][0] <= step_id
@@ -131,7 +137,7 @@ class BlockPool:
             block = self._free.popleft()
         else:
             block, _ = self._idle.popitem(last=False)
-            self._forget(block)
+            self._unname(block)
             self.evictions += 1
         assert self._refs[block] == 0
         self._refs[block] = 1
@@ -144,7 +150,7 @@ class BlockPool:
         else:
             self._idle[block] = None
 
-    def _forget(self, block: int) -> None:
+    def _unname(self, block: int) -> None:
         name = self._names[block]
         if name is not None:
             del self._named[name]

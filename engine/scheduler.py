@@ -305,6 +305,7 @@ class Scheduler:
     def _answer(self, sequence: Sequence, piece: Slice, answer: SliceResult, now_ns: int) -> None:
         """Take the tokens that were sampled, and see whether they end the sequence."""
         if answer.fault:
+            self.pool.forget(sequence.blocks)
             self._finish(sequence, "failed", now_ns, Fault("internal_error", answer.fault))
             return
         assert (piece.sample is None) == (not answer.emitted)

@@ -58,6 +58,12 @@ class PoolMachine(RuleBasedStateMachine):
                 self.content[block] = name
 
     @rule(block=st.integers(0, BLOCKS_MAX - 1))
+    def forget(self, block: int) -> None:
+        if self.refs[block]:
+            self.pool.forget([block])
+            self.content.pop(block, None)
+
+    @rule(block=st.integers(0, BLOCKS_MAX - 1))
     def hit(self, block: int) -> None:
         if block in self.content:
             found = self.pool.find(self.content[block])

@@ -225,6 +225,19 @@ def test_a_fault_ends_one_sequence_and_its_neighbours_do_not_notice() -> None:
     assert len(world.tokens["a"]) == len(world.tokens["c"]) == 8
 
 
+def test_what_a_failed_sequence_leaves_is_not_found_again() -> None:
+    world = World()
+    prompt = tuple(range(20))
+    world.device.fault_of = lambda _plan, piece: "NaN" if piece.sequence == 0 and piece.start > 20 else ""
+    world.send(request("bad", prompt, tokens_max=8))
+    world.finish()
+    world.send(request("again", prompt, tokens_max=8))
+    world.finish()
+    finish = world.ends["again"].finish
+    assert world.reason("bad") == "failed"
+    assert finish is not None and finish.reason == "length" and finish.usage.cached_tokens == 0
+
+
 def test_stop_ids_end_and_are_not_sampled_before_tokens_min() -> None:
     world = World()
     every = tuple(range(0, 100, 3))
