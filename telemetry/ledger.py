@@ -24,11 +24,13 @@ class Ledger:
 
     def splice(self, states: dict[str, int], until_ns: int) -> None:
         """
-        Take over what another book says about the time from the last stamp to `until_ns`.
+        Take over what another book of the same clock says about the time that ends at `until_ns`.
 
-        `states` must sum to that interval: two books of one clock that touch.
+        What lies between our last stamp and the other book's beginning stays with our present state.
         """
-        assert sum(states.values()) == until_ns - self._since_ns, "the other book does not touch this one"
+        start_ns = until_ns - sum(states.values())
+        assert start_ns >= self._since_ns, "the other book reaches back into what is settled here"
+        self._settle(start_ns)
         for state, spent_ns in states.items():
             self._spent_ns[state] = self._spent_ns.get(state, 0) + spent_ns
         self._since_ns = until_ns
