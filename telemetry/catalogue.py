@@ -4,6 +4,7 @@ The metric catalogue: one table of everything that `/metrics` says, with the way
 Names follow Prometheus: base units, `_total` on counters.  Durations are kept in integer nanoseconds and divided once,
 at the scrape, so sums are exact.  Dashboards and alerts are rendered from this table, which is why it is in one file.
 """
+# long: one table, and people look for a metric in one place.
 
 from collections.abc import Callable
 

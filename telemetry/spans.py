@@ -17,14 +17,20 @@ from dataclasses import dataclass
 from telemetry import clock, names
 from telemetry.live import Attribute, LiveRequest, TraceContext
 from telemetry.records import RequestRecord
-from telemetry.vocabulary import FINISHED_OUTCOMES, NS_PER_S, STATES
+from telemetry.redact import clean_text
+from telemetry.vocabulary import FINISHED_OUTCOMES, NS_PER_S, OTHER, ROUTES, STATES
 
 SPANS_MAX = 60
+PHASES_MAX = SPANS_MAX - 3  # The request, its generation, and what no state accounts for.
+PATH_CHARS_MAX = 200
 UNACCOUNTED = "unaccounted"
 """The phase of time that no state claims: a book that does not close is shown, not hidden."""
 SERVER_FAULTS = ("failed", "deadline", "shutdown", "engine_lost", "error")
 """Outcomes that are our fault even where the status had been sent as 200 before."""
-UNTRACED_ROUTES = ("/health", "/ready", "/metrics")
+UNTRACED_ROUTES = (
+    ("/health", "/ready", "/metrics")
+    + ("/debug/requests", "/debug/requests/{id}", "/debug/steps", "/debug/kv")
+)  # fmt: skip
 """Asked every few seconds by machines: their traces would push out those of requests."""
 
 
@@ -58,7 +64,7 @@ def request_spans(record: RequestRecord, live: LiveRequest | None, *, offset_ns:
     failed = record.status >= 500 or (record.status < 400 and record.outcome in SERVER_FAULTS)
     started_ns = record.accepted_ns + offset_ns
     root = SpanData(
-        name=f"{live.method if live else 'POST'} {record.route}".rstrip(),
+        name=_server_name(record, live),
         trace_id=trace.trace_id,
         span_id=trace.span_id,
         parent_id=trace.parent_id,
@@ -88,7 +94,7 @@ def phases(record: RequestRecord) -> list[tuple[str, int]]:
         ((state, spent_ns) for state, spent_ns in record.states.items() if spent_ns > 0),
         key=lambda phase: (order.get(phase[0], len(order)), phase[0]),
     )
-    if len(known) > len(STATES):  # Nobody of ours makes up states; a bound all the same.
+    if len(known) > PHASES_MAX:  # Nobody of ours makes up states; a bound all the same.
         known = [phase for phase in known if phase[0] in order]
     left_ns = record.finished_ns - record.accepted_ns
     laid: list[tuple[str, int]] = []
@@ -136,15 +142,26 @@ def _phase_spans(record: RequestRecord, parent: SpanData, started_ns: int) -> li
     return spans
 
 
+def _is_known(route: str) -> bool:
+    return route in ROUTES and route != OTHER
+
+
+def _server_name(record: RequestRecord, live: LiveRequest | None) -> str:
+    """The conventions want the method alone where no route was found: a raw path has no bound."""
+    method = live.method if live else "POST"
+    return f"{method} {record.route}" if _is_known(record.route) else method
+
+
 def _server_attributes(record: RequestRecord, live: LiveRequest | None, *, failed: bool) -> dict[str, Attribute]:
     attributes: dict[str, Attribute] = {
         names.HTTP_REQUEST_METHOD: live.method if live else "POST",
-        names.HTTP_ROUTE: record.route,
         names.HTTP_RESPONSE_STATUS_CODE: record.status,
-        names.URL_PATH: (live.path if live else "") or record.route,
+        names.URL_PATH: clean_text((live.path if live else "") or record.route)[:PATH_CHARS_MAX],
         names.REQUEST_ID: record.request_id,
         names.OUTCOME: record.outcome,
     }
+    if _is_known(record.route):
+        attributes[names.HTTP_ROUTE] = record.route
     if record.tenant:
         attributes[names.TENANT] = record.tenant
     if failed:

@@ -3,7 +3,6 @@ The hub: what producers may rely on (never slow, never raising) and what readers
 """
 
 import asyncio
-import gc
 import logging
 from collections.abc import AsyncIterator
 
@@ -17,8 +16,6 @@ from telemetry.hub import Hub, LiveRequest
 from telemetry.ledger import Ledger
 from telemetry.recent import REPLICAS_MAX
 from telemetry.records import KvBook, RequestRecord, StepRecord
-from telemetry.runtime import GC_PAUSE, LAG_PERIOD_S, LOOP_LAG, RuntimeSampler
-from telemetry.sink import Sink
 from telemetry.views import Json, JsonObject
 from tests.contract.telemetry.records_strategy import MODEL, request_records, step_records
 from tests.contract.telemetry.test_metrics import read, total
@@ -374,67 +371,6 @@ async def test_stopping_hands_on_what_is_left_and_twice_is_once() -> None:
     await stopping.stop()
     assert len(stopping._sink) == 0
     assert total(read(stopping.metrics_text()[0]), "pellucid_requests_total") == 1
-
-
-async def test_the_runtime_is_measured() -> None:
-    class Notes:
-        def __init__(self) -> None:
-            self.taken: list[tuple[str, tuple[str, ...]]] = []
-            self.lagged = asyncio.Event()
-
-        def observe(self, metric: str, amount: int, labels: tuple[str, ...] = ()) -> None:
-            assert amount >= 0
-            self.taken.append((metric, labels))
-            if metric == LOOP_LAG:
-                self.lagged.set()
-
-    notes = Notes()
-    sampler = RuntimeSampler(notes)
-    sampler.start()
-    try:
-        gc.collect()
-        await asyncio.wait_for(notes.lagged.wait(), 100 * LAG_PERIOD_S)
-    finally:
-        await sampler.stop()
-    assert (GC_PAUSE, ("2",)) in notes.taken
-    count = len(notes.taken)
-    gc.collect()
-    assert len(notes.taken) == count, "nothing is measured after the end"
-
-
-async def test_a_late_event_loop_shows_up_in_the_metrics(running: Hub) -> None:
-    running.observe(LOOP_LAG, 300_000_000)
-    series = read(running.metrics_text()[0])
-    assert total(series, "pellucid_event_loop_lag_seconds_sum") >= 0.3
-
-
-def test_measurements_give_way_to_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "RECORDS_MAX", 10)
-    listening = Hub()
-    for _ in range(50):
-        listening.observe(LOOP_LAG, 1)
-    for number in range(5):
-        listening.request(a_record(request_id=str(number)))
-    series = read(listening.metrics_text()[0])
-    assert total(series, "pellucid_requests_total") == 5
-    assert total(series, "pellucid_telemetry_drops_total") == 0
-
-
-@given(puts=st.lists(st.booleans(), max_size=60), items_max=st.integers(1, 8))
-def test_a_sink_is_a_bounded_queue(puts: list[bool], items_max: int) -> None:
-    sink: Sink[int] = Sink(items_max=items_max)
-    model: list[int] = []
-    dropped = 0
-    for number, put in enumerate(puts):
-        if not put:
-            assert list(sink.drain()) == model
-            model = []
-        elif sink.put(number):
-            model.append(number)
-        else:
-            dropped += 1
-            assert len(model) == items_max
-        assert (len(sink), sink.dropped) == (len(model), dropped)
 
 
 def _running(listening: Hub) -> list[float]:

@@ -89,6 +89,12 @@ def test_a_book_that_does_not_close_is_shown_and_still_sums(states: dict[str, in
     assert (laid[-1][0] == "unaccounted" if laid else False) == (record.imbalance() > 0)
 
 
+def test_a_flood_of_made_up_states_stays_within_the_bound() -> None:
+    record = a_record(states={f"odd{number}": 1 for number in range(100)}, accepted_ns=0, finished_ns=100)
+    spans = request_spans(record, a_live(), offset_ns=0)
+    assert [span.name for span in spans[2:]] == ["unaccounted"]
+
+
 def test_the_generation_span_says_what_the_conventions_ask_for() -> None:
     live = a_live(
         parameters={"max_tokens": 50, "temperature": 0.5, "top_p": 0.9, "seed": 7, "min_p": 0.1, "stop": ("secret",)}
@@ -152,6 +158,17 @@ def test_4xx_leaves_the_server_span_unset_and_5xx_is_an_error(
     assert (root.failed, chat.failed) == (failed, failed)
     assert root.attributes.get("error.type") == error_type
     assert chat.attributes.get("error.type") == (None if outcome == "stop" else outcome)
+
+
+def test_a_path_without_a_route_names_no_span() -> None:
+    live = a_live(route="other", path="/v1/sk-canary4711/" + "x" * 500, method="GET")
+    root = request_spans(a_record(route="other", status=404, outcome="not_found"), live, offset_ns=0)[0]
+    assert root.name == "GET"
+    assert "http.route" not in root.attributes
+    path = root.attributes["url.path"]
+    assert isinstance(path, str)
+    assert path.startswith("/v1/[redacted]/")
+    assert len(path) == 200
 
 
 def test_the_callers_trace_goes_on() -> None:

@@ -1,0 +1,84 @@
+"""
+What the runtime does to everybody, and the sink in which measurements and records wait.
+"""
+
+import asyncio
+import gc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telemetry import hub
+from telemetry.hub import Hub
+from telemetry.records import RequestRecord
+from telemetry.runtime import GC_PAUSE, LAG_PERIOD_S, LOOP_LAG, RuntimeSampler
+from telemetry.sink import Sink
+from tests.contract.telemetry.test_metrics import read, total
+
+
+@pytest.fixture(autouse=True)
+def no_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+
+
+async def test_the_runtime_is_measured() -> None:
+    class Notes:
+        def __init__(self) -> None:
+            self.taken: list[tuple[str, tuple[str, ...]]] = []
+            self.lagged = asyncio.Event()
+
+        def observe(self, metric: str, amount: int, labels: tuple[str, ...] = ()) -> None:
+            assert amount >= 0
+            self.taken.append((metric, labels))
+            if metric == LOOP_LAG:
+                self.lagged.set()
+
+    notes = Notes()
+    sampler = RuntimeSampler(notes)
+    sampler.start()
+    try:
+        gc.collect()
+        await asyncio.wait_for(notes.lagged.wait(), 100 * LAG_PERIOD_S)
+    finally:
+        await sampler.stop()
+    assert (GC_PAUSE, ("2",)) in notes.taken
+    count = len(notes.taken)
+    gc.collect()
+    assert len(notes.taken) == count, "nothing is measured after the end"
+
+
+async def test_a_late_event_loop_shows_up_in_the_metrics() -> None:
+    running = Hub()
+    running.observe(LOOP_LAG, 300_000_000)
+    series = read(running.metrics_text()[0])
+    assert total(series, "pellucid_event_loop_lag_seconds_sum") >= 0.3
+
+
+def test_measurements_give_way_to_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "RECORDS_MAX", 10)
+    listening = Hub()
+    for _ in range(50):
+        listening.observe(LOOP_LAG, 1)
+    for number in range(5):
+        listening.request(RequestRecord(request_id=str(number), accepted_ns=0, finished_ns=1, states={"parse": 1}))
+    series = read(listening.metrics_text()[0])
+    assert total(series, "pellucid_requests_total") == 5
+    assert total(series, "pellucid_telemetry_drops_total") == 0
+
+
+@given(puts=st.lists(st.booleans(), max_size=60), items_max=st.integers(1, 8))
+def test_a_sink_is_a_bounded_queue(puts: list[bool], items_max: int) -> None:
+    sink: Sink[int] = Sink(items_max=items_max)
+    model: list[int] = []
+    dropped = 0
+    for number, put in enumerate(puts):
+        if not put:
+            assert list(sink.drain()) == model
+            model = []
+        elif sink.put(number):
+            model.append(number)
+        else:
+            dropped += 1
+            assert len(model) == items_max
+        assert (len(sink), sink.dropped) == (len(model), dropped)
