@@ -62,7 +62,6 @@ class Child:
         self.spec = spec
         self.deaths = 0
         """In a row."""
-        self.pid = 0
         self._backoff = backoff
         self._environ = environ
         self._say = say
@@ -108,7 +107,6 @@ class Child:
         except OSError as error:  # no memory, no processes: as if it had died at once
             self._say(f"{self.spec.name} cannot be started: {error.strerror}")
             return 1
-        self.pid = process.pid
         exited = asyncio.ensure_future(process.wait())
         if not await _first(exited, self._stop, None):
             _signal(process, signal.SIGTERM)
