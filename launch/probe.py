@@ -1,16 +1,29 @@
 """
-Asking the gateway whether it is ready, over plain sockets: proxies in the environment have no say here.
+Waiting for the children: for the engine's socket to appear, and for the gateway to say that it is ready.
+
+The gateway is asked over plain sockets: proxies in the environment have no say here.
 """
 
 import asyncio
 import time
+from pathlib import Path
 
 from launch.supervise import Say
 
-POLL_S = 0.1
+POLL_S = 0.05
 ANSWER_S = 5.0
 NEWS_S = 30.0
 BODY_BYTES_MAX = 65536
+
+
+async def until_exists(socket: Path, say: Say) -> None:
+    """Return when the engine listens: it does when the model is loaded, in a directory that was empty before."""
+    started_s = news_s = time.monotonic()
+    while not socket.exists():  # noqa: ASYNC240 - one stat of a local file
+        if time.monotonic() - news_s >= NEWS_S:
+            news_s = time.monotonic()
+            say(f"the engine has been loading for {news_s - started_s:.0f} s")
+        await asyncio.sleep(POLL_S)
 
 
 async def until_ready(host: str, port: int, say: Say) -> None:

@@ -24,7 +24,7 @@ from engine.config import EngineOptions
 from gateway.config import GatewayOptions
 from launch.errors import UserError
 from launch.options import ServeOptions
-from launch.probe import until_ready
+from launch.probe import until_exists, until_ready
 from launch.sizes import available_bytes, format_bytes
 from launch.store import Model, Store, data_dir
 from launch.supervise import ChildSpec, Say, Supervisor, python_command
@@ -56,13 +56,16 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
             environ=child_environ(environ),
             say=say,
         )
-        say(f"starting {engine.model_name} from {model.path}, {format_bytes(kv_bytes)} for keys and values")
+        out(f"Starting {engine.model_name} from {model.path}, with {format_bytes(kv_bytes)} for keys and values.")
+
+        async def listening() -> None:
+            await until_exists(socket_path(folder), say)
 
         async def ready() -> None:
             await until_ready(reachable(options.host), port, say)
             out(banner(engine.model_name, reachable(options.host), port, time.monotonic() - started_s))
 
-        return asyncio.run(supervisor.run(ready))
+        return asyncio.run(supervisor.run(listening, ready))
 
 
 def _speaker(log_format: str) -> Say:

@@ -1,10 +1,13 @@
 """
 The supervisor: starts the processes, brings the dead ones back, and takes all of them down in the right order.
 
-    starting --/ready says yes--> serving --a signal--> the gateway drains --> the engines stop --> 0
-        |  a child ends with 2 (a user's mistake, it has said which on stderr): all down --> 2
-        |  a child dies TRIES_MAX times before anything was ever ready: all down --> 1
+    engines load --they listen--> the gateway starts --/ready says yes--> serving
+    serving --a signal--> the gateway drains --> the engines stop --> 0
+    at any time:
+           a child ends with 2 (a user's mistake, it has said which on stderr): all down --> 2
+           a child dies TRIES_MAX times before anything was ever ready: all down --> 1
 
+The gateway waits for the engines, because a model that cannot be served should cost one line and not a page of logs.
 Any other death is answered by a restart after a pause that doubles with each death, is bounded, and is short again once
 the child has lived for a while.  A second signal kills at once.  The children are on a leash (launch.leash): they do
 not outlive this process, whatever ends it.  They run in groups of their own, so that Ctrl-C reaches us alone.
@@ -77,8 +80,10 @@ class Child:
         self._stop.set()
         self._kill.set()
 
-    async def keep(self, died: Callable[["Child", int], None]) -> None:
+    async def keep(self, died: Callable[["Child", int], None], *, after: asyncio.Event | None = None) -> None:
         """Run the program again and again until `stop`; tell `died(self, exit code)` of each end nobody asked for."""
+        if after is not None:
+            await _either(after, self._stop)
         while not self._stop.is_set():
             started_s = time.monotonic()
             code = await self._live()
@@ -122,6 +127,14 @@ async def _until_any(verdict: asyncio.Future[int], *tasks: asyncio.Task[None]) -
     for task in tasks:
         if task.done():
             task.result()
+
+
+async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
+    """Wait until one of the two is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in (one, other)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 async def _first(exited: "asyncio.Future[int]", event: asyncio.Event, timeout_s: float | None) -> bool:
@@ -171,18 +184,24 @@ class Supervisor:
     def _children(self) -> list[Child]:
         return [*self.engines, self.gateway]
 
-    async def run(self, until_ready: Callable[[], Awaitable[None]]) -> int:
+    async def run(
+        self, until_listening: Callable[[], Awaitable[None]], until_ready: Callable[[], Awaitable[None]]
+    ) -> int:
         """
         Serve until a signal or until it makes no sense any more; the exit code.
 
-        `until_ready` returns when the gateway says that it is ready, and has then told the person.
+        Args:
+            until_listening: returns when the engines listen.
+            until_ready: returns when the gateway says that it is ready, and has then told the person.
         """
         loop = asyncio.get_running_loop()
         self._verdict = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
-        keeping = {child: asyncio.create_task(child.keep(self._on_death)) for child in self._children}
-        readiness = asyncio.create_task(self._await_ready(until_ready))
+        listening = asyncio.Event()
+        readiness = asyncio.create_task(self._await_ready(until_listening, listening, until_ready))
+        keeping = {engine: asyncio.create_task(engine.keep(self._on_death)) for engine in self.engines}
+        keeping[self.gateway] = asyncio.create_task(self.gateway.keep(self._on_death, after=listening))
         try:
             await _until_any(self._verdict, readiness, *keeping.values())
             await _until_any(self._verdict, *keeping.values())
@@ -197,7 +216,14 @@ class Supervisor:
                 loop.remove_signal_handler(number)
         return KILLED if self._killed else self._verdict.result()
 
-    async def _await_ready(self, until_ready: Callable[[], Awaitable[None]]) -> None:
+    async def _await_ready(
+        self,
+        until_listening: Callable[[], Awaitable[None]],
+        listening: asyncio.Event,
+        until_ready: Callable[[], Awaitable[None]],
+    ) -> None:
+        await until_listening()
+        listening.set()
         await until_ready()
         self._ready = True
 

@@ -1,7 +1,8 @@
 """
 Run a Supervisor over fake children: `supervised.py GATEWAY_MODE ENGINE_MODE READY BACKOFF_JSON GRACE_S`.
 
-READY is `yes` (at once) or `never`.  Its exit code is the supervisor's.
+READY is `yes` (at once), `never` (the gateway never is), or `loading` (the engine never listens).
+Its exit code is the supervisor's.
 """
 
 import asyncio
@@ -25,6 +26,11 @@ def say(message: str) -> None:
 
 
 async def run(gateway: str, engine: str, ready: str, backoff: str, grace: str) -> int:
+    async def until_listening() -> None:
+        if ready == "loading":
+            await asyncio.Event().wait()
+        say("listening")
+
     async def until_ready() -> None:
         if ready == "never":
             await asyncio.Event().wait()
@@ -37,7 +43,7 @@ async def run(gateway: str, engine: str, ready: str, backoff: str, grace: str) -
         say=say,
         backoff=msgspec.json.decode(backoff, type=Backoff),
     )
-    return await supervisor.run(until_ready)
+    return await supervisor.run(until_listening, until_ready)
 
 
 if __name__ == "__main__":

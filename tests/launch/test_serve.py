@@ -156,6 +156,18 @@ async def test_ready_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.partition("says: ")[2] for line in said] == ["503 loading", "no answer: the answer is no HTTP"]
 
 
+async def test_the_engine_listens_when_its_socket_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "POLL_S", 0.001)
+    monkeypatch.setattr(probe, "NEWS_S", 0.0)
+    socket = tmp_path / "engine.sock"
+    news = asyncio.Event()
+    waiting = asyncio.create_task(probe.until_exists(socket, lambda _message: news.set()))
+    await asyncio.wait_for(news.wait(), 20)
+    assert not waiting.done()
+    socket.touch()
+    await asyncio.wait_for(waiting, 20)
+
+
 async def test_a_silent_server_does_not_hold_us_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "ANSWER_S", 0.05)
     async with answering(b"") as port:

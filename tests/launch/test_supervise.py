@@ -155,8 +155,17 @@ async def test_a_users_mistake_is_forwarded_and_not_tried_again(modes: tuple[str
         assert [line for line in lines if "the model is broken" in line] == [
             f"{'gateway' if modes[0] == 'mistake' else 'engine'}: the model is broken"
         ]
-        assert not [line for line in lines if line.startswith("supervisor:")]
+        assert [line for line in lines if line.startswith("supervisor:")] in ([], ["supervisor: listening"])
         assert await run.process.wait() == 2
+
+
+async def test_a_gateway_waits_for_the_engine_and_is_never_started_in_vain() -> None:
+    async with supervised("serves", "serves", ready="loading") as run:
+        await run.seen("engine up")
+        run.process.terminate()
+        lines = await run.rest()
+        assert lines[-2:] == ["engine stops", "engine gone"] and "gateway up" not in lines
+        assert await run.process.wait() == 0
 
 
 async def test_what_dies_again_and_again_before_it_was_ready_is_given_up() -> None:
