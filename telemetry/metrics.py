@@ -87,17 +87,24 @@ class Metrics:
                 self._sums[metric.name][labels] = 0
 
     def _take(self, metric: Metric, points: Points) -> None:
+        if metric.kind == "histogram":
+            for raw, amount in points:
+                histogram = self._histogram(metric, raw)
+                histogram.counts[bisect_left(metric.buckets, amount / metric.divisor)] += 1
+                histogram.total += amount
+            return
+        series = self._sums[metric.name]
         for raw, amount in points:
-            labels = self._closed(metric, raw)
-            if metric.kind != "histogram":
-                series = self._sums[metric.name]
-                series[labels] = series.get(labels, 0) + amount
-                continue
-            histogram = self._histograms[metric.name].get(labels)
-            if histogram is None:
-                histogram = self._histograms[metric.name][labels] = _Histogram(len(metric.buckets))
-            histogram.counts[bisect_left(metric.buckets, amount / metric.divisor)] += 1
-            histogram.total += amount
+            # What is there already has been held against the vocabulary.
+            labels = raw if raw in series else self._closed(metric, raw)
+            series[labels] = series.get(labels, 0) + amount
+
+    def _histogram(self, metric: Metric, raw: tuple[str, ...]) -> _Histogram:
+        series = self._histograms[metric.name]
+        histogram = series.get(raw)
+        if histogram is None:
+            histogram = series.setdefault(self._closed(metric, raw), _Histogram(len(metric.buckets)))
+        return histogram
 
     def _closed(self, metric: Metric, values: tuple[str, ...]) -> tuple[str, ...]:
         """The same label values, with strangers replaced: nobody can make series by sending new words."""

@@ -6,6 +6,7 @@ reason; a collector that fails is logged when it begins to fail and when it is b
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 import uuid
@@ -88,7 +89,7 @@ class OtlpExport:
 
         def flush() -> None:
             self._processor.shutdown()  # Joins the SDK's thread, which sends all that is queued.
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # We came too late: the loop is closed, and nobody waits.
                 loop.call_soon_threadsafe(flushed.set)
 
         # A thread that the interpreter does not wait for: a frozen collector must not keep the process alive.

@@ -28,9 +28,14 @@ UNACCOUNTED = "unaccounted"
 SERVER_FAULTS = ("failed", "deadline", "shutdown", "engine_lost", "error")
 """Outcomes that are our fault even where the status had been sent as 200 before."""
 UNTRACED_ROUTES = (
-    ("/health", "/ready", "/metrics")
-    + ("/debug/requests", "/debug/requests/{id}", "/debug/steps", "/debug/kv")
-)  # fmt: skip
+    "/health",
+    "/ready",
+    "/metrics",
+    "/debug/requests",
+    "/debug/requests/{id}",
+    "/debug/steps",
+    "/debug/kv",
+)
 """Asked every few seconds by machines: their traces would push out those of requests."""
 
 
