@@ -11,6 +11,7 @@ where they do not, only the engine's durations are used and the difference count
 from telemetry.ledger import Ledger
 from telemetry.records import RequestRecord
 
+
 class Book:
     """Exactly one state at any time, from the first byte to the end of the response."""
 
@@ -21,13 +22,13 @@ class Book:
         self._shown_ns = now_ns
         self._ledger = Ledger("parse", now_ns)
         self._tail: Ledger | None = None  # from the engine's last news on
-        self._dispatched_ns = 0
+        self._dispatched_ns: int | None = None
 
     def enter(self, state: str, now_ns: int) -> None:
         """The gateway does something else now; it does not count while the engine has the request."""
         if self._tail is not None:
             self._tail.enter(state, now_ns)
-        elif not self._dispatched_ns:
+        elif self._dispatched_ns is None:
             self._ledger.enter(state, now_ns)
         else:
             return
@@ -50,7 +51,7 @@ class Book:
 
     def engine_done(self, now_ns: int) -> None:
         """The engine's last news arrived at `now_ns`."""
-        if self._dispatched_ns and self._tail is None:
+        if self._dispatched_ns is not None and self._tail is None:
             self._tail = Ledger("send", now_ns)
             self._show("send", now_ns)
 
@@ -58,7 +59,7 @@ class Book:
         """A write to the client took this long; `blocked` if it had to wait for the client to read."""
         if self._tail is not None:
             began_ns = max(began_ns, self._tail.opened_ns)
-        elif self._dispatched_ns:
+        elif self._dispatched_ns is not None:
             return
         self.enter("send_blocked" if blocked else "send", began_ns)
         self.enter("send", ended_ns)
@@ -71,11 +72,11 @@ class Book:
         we heard that the engine took the request) counts as deliver.
         """
         ledger = self._ledger
-        if not self._dispatched_ns:
+        if self._dispatched_ns is None:
             return ledger.spent(now_ns)
         received_ns = self._tail.opened_ns if self._tail else now_ns
         if record is not None and record.imbalance() == 0:
-            self._splice(record, received_ns, one_clock=one_clock)
+            self._splice(record, self._dispatched_ns, received_ns, one_clock=one_clock)
         elif accepted_ns:
             ledger.enter("deliver", min(accepted_ns, received_ns))
         ledger.enter("finalize", received_ns)
@@ -83,10 +84,10 @@ class Book:
             ledger.splice(self._tail.spent(now_ns), now_ns)
         return ledger.spent(now_ns)
 
-    def _splice(self, record: RequestRecord, received_ns: int, *, one_clock: bool) -> None:
+    def _splice(self, record: RequestRecord, dispatched_ns: int, received_ns: int, *, one_clock: bool) -> None:
         start_ns, end_ns = record.accepted_ns, record.finished_ns
-        if not one_clock or not self._dispatched_ns <= start_ns <= end_ns <= received_ns:
+        if not one_clock or not dispatched_ns <= start_ns <= end_ns <= received_ns:
             start_ns, end_ns = received_ns - (end_ns - start_ns), received_ns
-        if start_ns >= self._dispatched_ns:
+        if start_ns >= dispatched_ns:
             self._ledger.enter("deliver", start_ns)
             self._ledger.splice(record.states, end_ns)

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gguf import GGUFReader
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from gateway.gguf_metadata import GgufError, Value, read_metadata
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # of tokenizer.ggml.token_type
 
@@ -68,10 +69,9 @@ _CUTS = {
 def read_gguf(path: Path) -> Vocabulary:
     """The tokenizer and the chat template of a GGUF file.  Raises VocabularyError."""
     try:
-        reader = GGUFReader(path)
-    except (OSError, ValueError, IndexError, UnicodeDecodeError) as error:
+        metadata = _Metadata(read_metadata(path))
+    except (OSError, GgufError) as error:
         raise VocabularyError(f"{path.name} is not a readable GGUF file: {error}") from error
-    metadata = _Metadata(reader)
     kind = metadata.text("tokenizer.ggml.model")
     if kind != "gpt2":
         raise VocabularyError(f"{path.name}: tokenizer model {kind!r} is not supported; gpt2 (byte-level BPE) is.")
@@ -93,8 +93,8 @@ def read_gguf(path: Path) -> Vocabulary:
 class _Metadata:
     """GGUF fields by name, with types checked."""
 
-    def __init__(self, reader: GGUFReader) -> None:
-        self._reader = reader
+    def __init__(self, fields: dict[str, Value]) -> None:
+        self._fields = fields
 
     def text(self, name: str) -> str:
         value = self._value(name)
@@ -114,11 +114,10 @@ class _Metadata:
     def numbers(self, name: str) -> list[int]:
         return [int(value) for value in self._values(name) if isinstance(value, int)]
 
-    def _value(self, name: str) -> object:
-        field = self._reader.get_field(name)
-        return None if field is None else field.contents()
+    def _value(self, name: str) -> Value | None:
+        return self._fields.get(name)
 
-    def _values(self, name: str) -> list[object]:
+    def _values(self, name: str) -> list[Value]:
         value = self._value(name)
         return value if isinstance(value, list) else []
 

@@ -124,7 +124,11 @@ class ShellEngine:
         )
         facts = self.device.facts
         config = SchedulerConfig(
-            blocks_max=facts.blocks_max, context_max=context_max, sequences_max=16, waiting_max=64, vocab_size=vocab_size
+            blocks_max=facts.blocks_max,
+            context_max=context_max,
+            sequences_max=16,
+            waiting_max=64,
+            vocab_size=vocab_size,
         )
         hello = Hello(
             epoch="shell",
