@@ -16,7 +16,10 @@ from torch import Tensor
 from engine.device.rope import RopeTable
 from engine.plan import Slice, StepPlan
 
-QUERY_TILE = 4  # rows of one attention call are a multiple of it: float32 products round differently below
+QUERY_TILE = 4  # query rows of an attention call are a multiple of it: float32 products round differently below
+QUERY_ROWS_MAX = 128  # query rows of one attention tile: flash attention would take other tiles for more
+KEY_SPLIT = 512  # flash attention sums over so many keys at a time
+KEY_GAP = (192, 384)  # between these, the matrix library would halve the sum over keys where it does not elsewhere
 GROUP_SLOTS_MAX = 32 * 1024  # padded keys of one group: bounds the memory of a gather
 GROUP_FILL_MIN = 0.75  # a sequence joins a group if it fills so much of its padded block table
 
@@ -28,9 +31,11 @@ class Group:
     first_row: int
     sequences: int
     count: int  # tokens of each slice
+    tiles: int  # a long slice (then the only one) is cut into so many tiles
+    tile_tokens: int  # `tiles * tile_tokens >= count`
     blocks: Tensor  # [sequences * width]
     width: int  # blocks of each padded table
-    masks: dict[int, Tensor]  # window -> additive mask [sequences, 1, 1 or rows, slots]
+    masks: dict[int, Tensor]  # window -> additive mask [sequences * tiles, 1, 1 or rows of a tile, slots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,20 @@ def padded_rows(rows: int, tile: int) -> int:
     return -(-rows // step) * step
 
 
+def padded_slots(slots: int, *, coarse: bool) -> int:
+    """
+    How many keys to attend over, so that the sum over `slots` of them does not depend on how many are masked.
+
+    `coarse` is for machines where the finer rule does not hold: always the whole split.
+    """
+    whole, rest = divmod(slots, KEY_SPLIT)
+    if rest and coarse:
+        rest = KEY_SPLIT
+    elif KEY_GAP[0] < rest < KEY_GAP[1]:
+        rest = KEY_GAP[1]
+    return whole * KEY_SPLIT + rest
+
+
 class BatchBuilder:
     """Turns plans into batches for one model and one cache."""
 
@@ -73,6 +92,7 @@ class BatchBuilder:
         vocab_size: int,
         dtype: torch.dtype,
         row_tile: int,
+        coarse_keys: bool,
     ) -> None:
         self._rope = rope
         self._windows = windows
@@ -83,6 +103,7 @@ class BatchBuilder:
         self._vocab_size = vocab_size
         self._dtype = dtype
         self._row_tile = row_tile
+        self._coarse_keys = coarse_keys
 
     def build(self, plan: StepPlan) -> Batch:
         """The batch of a plan that has slices.  A plan that breaks its promises is our bug: AssertionError."""
@@ -115,6 +136,11 @@ class BatchBuilder:
     def _blocks_used(self, piece: Slice) -> int:
         return -(-(piece.start + len(piece.tokens)) // self._block_slots)
 
+    def _width(self, piece: Slice) -> int:
+        """Blocks of its padded table."""
+        slots = padded_slots(self._blocks_used(piece) * self._block_slots, coarse=self._coarse_keys)
+        return -(-slots // self._block_slots)
+
     def _slots(self, piece: Slice) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         positions = np.arange(piece.start, piece.start + len(piece.tokens))
         blocks = np.array(piece.blocks, np.int64)[positions // self._block_slots]
@@ -133,30 +159,35 @@ class BatchBuilder:
         return groups
 
     def _joins(self, head: Slice, piece: Slice, members: int) -> bool:
-        width = self._blocks_used(head)
+        width, count = self._width(head), len(head.tokens)
         return (
-            len(head.tokens) == len(piece.tokens)
+            count == len(piece.tokens)
+            and count * self._query_group <= QUERY_ROWS_MAX
             and self._blocks_used(piece) >= GROUP_FILL_MIN * width - 1
             and (members + 1) * width * self._block_slots <= GROUP_SLOTS_MAX
         )
 
     def _group(self, pieces: list[Slice], first_row: int) -> Group:
-        width, count = self._blocks_used(pieces[0]), len(pieces[0].tokens)
+        width, count = self._width(pieces[0]), len(pieces[0].tokens)
+        tiles = -(-count // max(1, QUERY_ROWS_MAX // self._query_group))
+        tile_tokens = -(-count // tiles)
         blocks = np.empty((len(pieces), width), np.int64)
         for row, piece in zip(blocks, pieces, strict=True):
             used = self._blocks_used(piece)
             row[:used] = piece.blocks[:used]
             row[used:] = piece.blocks[0]
-        starts = torch.tensor([piece.start for piece in pieces])
-        masks = {window: self._mask(starts, count, width, window) for window in self._windows}
-        return Group(first_row, len(pieces), count, torch.from_numpy(blocks.reshape(-1)), width, masks)
+        firsts = torch.tensor([piece.start for piece in pieces])[:, None] + torch.arange(tiles) * tile_tokens
+        lasts = torch.tensor([piece.start + count - 1 for piece in pieces])[:, None].expand_as(firsts)
+        rows = 1 if count == 1 else -(-tile_tokens * self._query_group // QUERY_TILE) * QUERY_TILE
+        positions = firsts.reshape(-1, 1) + torch.arange(rows) // self._query_group
+        positions = torch.minimum(positions, lasts.reshape(-1, 1))  # rows that only pad repeat the last one
+        masks = {window: self._mask(positions, width, window) for window in self._windows}
+        table = torch.from_numpy(blocks.reshape(-1))
+        return Group(first_row, len(pieces), count, tiles, tile_tokens, table, width, masks)
 
-    def _mask(self, starts: Tensor, count: int, width: int, window: int) -> Tensor:
-        """0 where a query may look, -inf elsewhere.  Rows are (token, query head of the group); padding repeats."""
-        rows = count * self._query_group
-        padded = -(-rows // QUERY_TILE) * QUERY_TILE if count > 1 else 1  # one token: one mask for all its rows
-        token_of_row = (torch.arange(padded) // self._query_group).clamp_(max=count - 1)
-        queries = (starts[:, None] + token_of_row)[:, None, :, None]
+    def _mask(self, positions: Tensor, width: int, window: int) -> Tensor:
+        """0 where a query row at `positions` [tiles, rows] may look, -inf elsewhere."""
+        queries = positions[:, None, :, None]
         keys = torch.arange(width * self._block_slots)
         hidden = keys > queries
         if window:

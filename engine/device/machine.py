@@ -14,10 +14,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def memory_bytes() -> int | None:
     """Memory that this process may still take: the kernel's estimate, bounded by its cgroup.  None: no way to know."""
-    limits = []
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            limits.append(int(line.split()[1]) * 1024)
+    meminfo = _lines(Path("/proc/meminfo"))
+    limits = [int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:")]
     most, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     if most is not None and used is not None:
         limits.append(max(0, most - used))

@@ -3,6 +3,7 @@ The device: a model in memory, a paged cache, and `run`.
 """
 
 import hashlib
+import itertools
 import time
 from pathlib import Path
 
@@ -120,7 +121,7 @@ def _assemble(
     a = decoder.architecture
     rope = RopeTable(a.rope, head_dim=a.head_dim, context_max=context_max)
 
-    def builder(row_tile: int, blocks: int) -> BatchBuilder:
+    def builder(row_tile: int, blocks: int, *, coarse_keys: bool) -> BatchBuilder:
         return BatchBuilder(
             rope=rope,
             windows=frozenset(a.windows),
@@ -131,17 +132,20 @@ def _assemble(
             vocab_size=a.vocab_size,
             dtype=dtype,
             row_tile=row_tile,
+            coarse_keys=coarse_keys,
         )
 
-    row_tile, reproducible = ROW_TILES[0], False
-    for row_tile in ROW_TILES:
-        probe = Probe(decoder, builder(row_tile, PROBE_BLOCKS), dtype, row_tile=row_tile, context_max=context_max)
-        reproducible = probe.passes()
+    row_tile, coarse_keys, reproducible = ROW_TILES[0], False, False
+    for coarse_keys, row_tile in itertools.product((False, True), ROW_TILES):
+        trial = builder(row_tile, PROBE_BLOCKS, coarse_keys=coarse_keys)
+        reproducible = Probe(decoder, trial, dtype, row_tile=row_tile, context_max=context_max).passes()
         if reproducible:
             break
-    facts = _facts(checkpoint, decoder, dtype, context_max, blocks_max, row_tile=row_tile, reproducible=reproducible)
+    tiles = f"{row_tile}{' coarse' if coarse_keys else ''}"
+    facts = _facts(checkpoint, decoder, dtype, context_max, blocks_max, tiles=tiles, reproducible=reproducible)
     kv = KvCache(a, layers=a.layers, blocks_max=blocks_max, dtype=dtype)
-    return Runner(decoder, builder(row_tile, blocks_max), kv, facts, row_tile=row_tile)
+    chosen = builder(row_tile, blocks_max, coarse_keys=coarse_keys)
+    return Runner(decoder, chosen, kv, facts, row_tile=row_tile)
 
 
 def _facts(
@@ -151,14 +155,14 @@ def _facts(
     context_max: int,
     blocks_max: int,
     *,
-    row_tile: int,
+    tiles: str,
     reproducible: bool,
 ) -> DeviceFacts:
     details = {
         "dtype": str(dtype).removeprefix("torch."),
         "kernels": decoder.kernels.name,
         "threads": str(torch.get_num_threads()),
-        "row_tile": str(row_tile),
+        "tiles": tiles,
         "torch": torch.__version__,
         "processor": torch.backends.cpu.get_cpu_capability(),
     }

@@ -64,7 +64,7 @@ class ReferenceKernels:
         """One token: query [kv_heads, query heads of each, head_dim] over what its mask shows."""
         table = group.blocks.view(group.sequences, group.width)[member]
         keys, values = cache[table].flatten(0, 1).unbind(1)  # [slots, kv_heads, head_dim]
-        mask = group.masks[window][member, 0]
-        seen = mask[min(token * query.shape[1], mask.shape[0] - 1)] == 0
+        tile, token_of_tile = divmod(token, group.tile_tokens)
+        seen = group.masks[window][member * group.tiles + tile, 0, token_of_tile * query.shape[1]] == 0
         scores = torch.einsum("hgd,shd->hgs", query.float(), keys[seen].float()) * query.shape[-1] ** -0.5
         return torch.einsum("hgs,shd->hgd", torch.softmax(scores, -1), values[seen].float())

@@ -92,14 +92,21 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _attend_group(queries: Tensor, cache: Tensor, group: Group, mask: Tensor, out: Tensor) -> None:
-    """Query heads that share a key head are rows of one product, and so are the tokens of a chunk."""
-    n, t, slots = group.sequences, group.count, group.width * cache.shape[1]
+    """Query heads that share a key head are rows of one product, and so are the tokens of a tile."""
+    n, t, slots = group.sequences * group.tiles, group.tile_tokens, group.width * cache.shape[1]
     kv_heads, head_dim = cache.shape[-2:]
-    pairs = cache.index_select(0, group.blocks).view(n, slots, 2, kv_heads, head_dim)
+    pairs = cache.index_select(0, group.blocks).view(group.sequences, slots, 2, kv_heads, head_dim)
+    if group.tiles > 1:  # one sequence, all of whose tiles look at the same keys
+        pairs = pairs.expand(n, -1, -1, -1, -1)
+        queries = F.pad(queries, (0, 0, 0, n * t - group.count))
     keys, values = pairs[:, :, 0].transpose(1, 2), pairs[:, :, 1].transpose(1, 2)
     folded = queries.view(n, t, kv_heads, -1, head_dim).transpose(1, 2).reshape(n, kv_heads, -1, head_dim)
     rows = folded.shape[2]
     if rows % QUERY_TILE:
         folded = F.pad(folded, (0, 0, 0, QUERY_TILE - rows % QUERY_TILE))
     attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)[:, :, :rows]
-    out.view(n, t, kv_heads, -1, head_dim).copy_(attended.reshape(n, kv_heads, t, -1, head_dim).transpose(1, 2))
+    unfolded = attended.reshape(n, kv_heads, t, -1, head_dim).transpose(1, 2)
+    if group.tiles > 1:
+        out.copy_(unfolded.reshape(n * t, -1)[: group.count])
+    else:
+        out.view(n, t, kv_heads, -1, head_dim).copy_(unfolded)
