@@ -8,7 +8,7 @@ Pure: time is an argument.  The engine's core keeps one per sequence, the gatewa
 class Ledger:
     """Adds up integer nanoseconds per state."""
 
-    __slots__ = ("opened_ns", "state", "_since_ns", "_spent_ns")
+    __slots__ = ("_since_ns", "_spent_ns", "opened_ns", "state")
 
     def __init__(self, state: str, now_ns: int) -> None:
         self.opened_ns = now_ns
