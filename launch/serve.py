@@ -244,11 +244,12 @@ def reachable(host: str) -> str:
 def banner(model_name: str, host: str, port: int, start_s: float) -> str:
     """What the person sees when it is ready: two lines that work, and where to look."""
     base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    body = {"model": model_name, "messages": [{"role": "user", "content": "Name three oceans."}], "max_tokens": 40}
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = {"model": model_name, "messages": messages, "temperature": 0, "max_tokens": 40}
     curl = f"curl {base}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
-    call = ", ".join(f"{key}={value!r}" for key, value in body.items())
+    call = ", ".join(f"{key}={json.dumps(value)}" for key, value in body.items())  # also Python: nothing is null here
     program = (
-        f"from openai import OpenAI; client = OpenAI(base_url='{base}/v1', api_key='none'); "
+        f'from openai import OpenAI; client = OpenAI(base_url="{base}/v1", api_key="none"); '
         f"print(client.chat.completions.create({call}).choices[0].message.content)"
     )
     here = importlib.util.find_spec("openai") is not None

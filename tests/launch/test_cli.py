@@ -74,6 +74,24 @@ def test_a_mistake_is_one_line_and_exit_code_two(arguments: list[str], words: st
 
 
 @pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("tiny.gguf", "tiny.gguf is no whole GGUF file"),
+        ("gpt2", "GPT2LMHeadModel is not supported: supported are Llama"),
+    ],
+)
+@pytest.mark.usefixtures("model_file")
+def test_a_model_that_cannot_be_served_is_one_line(model: str, words: str, tmp_path: Path) -> None:
+    """The real engine says it, and nothing else is said."""
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2/config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
+    done = pellucid(tmp_path, "serve", "--model", f"./{model}", "--port", "0", "--kv-memory", "1MiB")
+    assert done.returncode == 2
+    assert words in done.stderr and done.stderr.count("\n") == 1
+    assert list((tmp_path / ".local/share/pellucid/run").iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("environ", "words"),
     [
         ({"PELLUCID_PROT": "1"}, "unknown variable PELLUCID_PROT in the environment; did you mean 'PELLUCID_PORT'?"),
@@ -215,3 +233,9 @@ def test_the_banner_quotes_what_a_shell_would_eat() -> None:
         ["bash", "-c", f"curl() {{ printf '%s\\n' \"$@\"; }}; {curl}"], capture_output=True, check=True
     )
     assert b'"model": "it\'s a model"' in shell.stdout
+    python = next(line for line in text.splitlines() if "openai" in line)
+    shell = subprocess.run(
+        ["bash", "-c", f"run() {{ printf '%s' \"$3\"; }}; run {python}"], capture_output=True, check=True
+    )
+    compile(shell.stdout, "banner", "exec")  # raises if it is no Python
+    assert b'model="it\'s a model", messages=[' in shell.stdout
