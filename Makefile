@@ -43,7 +43,8 @@ format: $(VENV)/everything.stamp
 
 bench: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull
-	$(BIN)/python tests/bench/throughput.py $(ARGS)
+	@set -e; for script in $(filter-out %__init__.py %conftest.py,$(wildcard tests/bench/*.py)); do \
+		echo "$$script"; PYTHONPATH=. $(BIN)/python $$script $(ARGS); done
 
 install: $(VENV)/everything.stamp
 
