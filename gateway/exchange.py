@@ -63,7 +63,7 @@ class Exchange:
         self.replica: Replica | None = None
         self.one_clock = False
         self.outcome = ""  # as the route says; empty: the status says it
-        self.answered = False  # the client has, or had, all that it asked for
+        self.answered = False  # the client has been sent all that there is: leaving now is no disconnect
         self.status = 0
         self._front = front
         self._receive = receive
@@ -102,6 +102,7 @@ class Exchange:
         self.settle()
         self.book.wrote(began_ns, clock.now_ns(), blocked=others_ran.is_set())
         if message["type"] == "http.response.body" and not message["more_body"]:
+            self.answered = True
             self.book.enter("finalize", clock.now_ns())
 
     @contextlib.asynccontextmanager
@@ -168,7 +169,7 @@ class Exchange:
     async def close(self) -> None:
         """Stop what is still running, and write the record.  Runs to its end, whoever is cancelled."""
         timeout_s = self._front.options.record_timeout_s
-        gone = bool(self.flight.error and self.flight.error.status == 499) and not self.answered
+        gone = self.flight.error is not None and self.flight.error.status == 499
         running = [call for call in self.flight.calls if call.finish is None]
         for call in running:
             if self.replica is not None:

@@ -177,16 +177,20 @@ class _Running:
         if finish is None:
             return piece
         if not self.text.stopped:
-            error = errors.of_finish(finish)
-            if error is not None:
-                if finish.fault is not None:
-                    _log.warning(
-                        "sequence failed", call=self.call.request_id, code=finish.fault.code, reason=finish.reason
-                    )
-                raise error
+            self.raise_failure()
             _join(piece, self.text.finish())
         self.finish_reason = "length" if finish.reason == "length" and not self.text.stopped else "stop"
         return piece
+
+    def raise_failure(self) -> None:
+        """Raise the ApiError that the engine's last word means, if it means one."""
+        finish = self.call.finish
+        error = errors.of_finish(finish) if finish is not None else None
+        if finish is None or error is None:
+            return
+        fault = finish.fault.message if finish.fault else ""
+        _log.warning("sequence failed", call=self.call.request_id, reason=finish.reason, fault=fault)
+        raise error
 
     @property
     def output_tokens(self) -> int:
@@ -224,16 +228,17 @@ class Generation:
         for one in self._running:
             replica.send(one.call)
         while not all(one.call.accepted_ns for one in self._running):
-            self._raise_refusals()
+            self._raise_failures()
             await exchange.flight.wait()
+        self._raise_failures()
         accepted_ns = max(one.call.accepted_ns for one in self._running)
         exchange.book.guess("prefill", accepted_ns)
         return _timing(exchange, sent_ns, accepted_ns)
 
-    def _raise_refusals(self) -> None:
+    def _raise_failures(self) -> None:
+        """Nothing is sent yet, so what has already failed can still be a plain HTTP status."""
         for one in self._running:
-            if one.call.finish is not None and not one.call.accepted_ns:
-                one.read()
+            one.raise_failure()
 
     async def collect(self) -> tuple[list[Choice], Tokens]:
         """The whole answer.  Raises ApiError."""
