@@ -223,13 +223,14 @@ class FakeEngine:
             else:
                 self.requests.append(message)
                 job = self._jobs[message.request_id] = Job(self, message, writer)
-                task = asyncio.ensure_future(self._behave(job))
+                task = asyncio.ensure_future(_behave(self.behaviour, job))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             self._change.notify_all()
 
-    async def _behave(self, job: Job) -> None:
-        try:
-            await self.behaviour(job)
-        except OSError:
-            pass  # The gateway has left.
+
+async def _behave(behaviour: Behaviour, job: Job) -> None:
+    try:
+        await behaviour(job)
+    except OSError:
+        pass  # The gateway has left.

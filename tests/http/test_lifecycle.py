@@ -1,43 +1,24 @@
 """
-Clients that leave, engines that die or say nothing, servers that stop: everything ends, once, and is booked.
+Clients that leave or do not read: everything ends, once, and is booked.
 """
 
 import asyncio
-import json
-import signal
 import socket
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
-from gateway.config import GatewayOptions
 from telemetry.clock import now_ns
+from tests.http.asking import Pair, raw_request, read_until
 from tests.http.conftest import Custom
-from tests.http.fake_engine import FakeEngine, Job
-from tests.http.harness import MODEL, WAIT_S, LiveGateway
-from tests.http.model_files import EOS_ID
+from tests.http.fake_engine import Job
+from tests.http.harness import WAIT_S, LiveGateway
 
-Pair = tuple[LiveGateway, FakeEngine]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 400}
 URL = "/v1/chat/completions"
 ABORT_NS_MAX = 200_000_000
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def raw_request(body: dict[str, Any], request_id: str, path: str = URL) -> bytes:
-    """The bytes of a POST."""
-    data = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        f"x-request-id: {request_id}\r\ncontent-length: {len(data)}\r\n\r\n"
-    )
-    return head.encode() + data
 
 
 async def silent(job: Job) -> None:
@@ -72,7 +53,7 @@ class TestDisconnect:
             raw.sendall(raw_request({**body, "stream": stream}, request_id, path))
             engine.wait_for_requests(before + 1)
             if stream and behave is talk:
-                assert b"FGH" in _until(raw, b"FGH")
+                assert b"FGH" in read_until(raw, b"FGH")
             left_ns = now_ns()
         assert engine.wait_for_abort(request_id) - left_ns < ABORT_NS_MAX
         record = gateway.record(request_id)
@@ -102,7 +83,7 @@ class TestDisconnect:
         engine.behaviour = stubborn
         with gateway.connect() as raw:
             raw.sendall(raw_request({**CHAT, "stream": True}, "stubborn"))
-            _until(raw, b"assistant")
+            read_until(raw, b"assistant")
         record = gateway.record("stubborn")
         assert record.outcome == "client_gone"
         assert record.states["deliver"] > 0
@@ -120,7 +101,7 @@ class TestDisconnect:
         for index in range(5):
             with gateway.connect() as raw:
                 raw.sendall(raw_request({**CHAT, "stream": True}, f"done-{index}"))
-                _until(raw, b"[DONE]")
+                read_until(raw, b"[DONE]")
             record = gateway.record(f"done-{index}")
             assert (record.outcome, record.status) == ("length", 200)
         assert len(engine.aborts) == aborts
@@ -135,20 +116,11 @@ class TestDisconnect:
                 body = {**CHAT, "ignore_eos": True, "stream": index % 2 == 0, "n": 2}
                 raw.sendall(raw_request(body, f"kv-{index}"))
                 if index % 2 == 0:
-                    _until(raw, b"assistant")
+                    read_until(raw, b"assistant")
             record = shell.record(f"kv-{index}")
             assert record.outcome in ("client_gone", "length")
         httpx.post(shell.url + URL, json={**CHAT, "max_tokens": 1})
         assert held() == 0
-
-
-def _until(raw: socket.socket, wanted: bytes) -> bytes:
-    data = b""
-    while wanted not in data:
-        more = raw.recv(65536)
-        assert more, data
-        data += more
-    return data
 
 
 def _until_end(raw: socket.socket) -> bytes:
@@ -201,146 +173,6 @@ class TestSlowReader:
             raw.sendall(raw_request(body, "never"))
             engine.wait_for_abort("never")
             assert gateway.record("never").outcome == "client_gone"
-
-
-class TestEngineTrouble:
-    def test_none_is_there(self, custom: Custom, socket_path: str) -> None:
-        gateway, _ = custom(engines=(f"unix:{socket_path}.none",), ready=False)
-        answer = gateway.client.post(URL, json=CHAT)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_healthy_engine")
-        assert answer.headers["retry-after"] == "1"
-        record = gateway.record(answer.headers["x-request-id"])
-        assert record.outcome == "no_healthy_engine"
-        assert set(record.states) <= {"parse", "tokenize", "send", "finalize"}
-        ready = gateway.client.get("/ready")
-        assert (ready.status_code, ready.json()["status"]) == (503, "not ready")
-        assert "not connected" in ready.json()["reason"]
-        assert gateway.client.get("/health").status_code == 200
-
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_it_dies_with_the_request_and_comes_back(self, custom: Custom, stream: bool) -> None:
-        gateway, engine = custom()
-        started = threading.Event()
-
-        async def die(job: Job) -> None:
-            await job.accept()
-            await job.emit([40, 41])
-            if stream:
-                await asyncio.to_thread(started.wait, WAIT_S)
-            job.writer.close()
-            await job.writer.wait_closed()
-
-        engine.behaviour = die
-        body = {**CHAT, "stream": stream}
-        with gateway.client.stream("POST", URL, json=body, headers={"x-request-id": "died"}) as answer:
-            texts = answer.iter_text()
-            text = next(texts)
-            started.set()
-            text += "".join(texts)
-        assert answer.status_code == (200 if stream else 502)
-        assert "[DONE]" not in text
-        last = text.split("\n\n")[-2].removeprefix("data: ") if stream else text
-        assert json.loads(last)["error"]["code"] == "bad_gateway"
-        record = gateway.record("died")
-        assert record.outcome == "engine_lost"
-        assert record.output_tokens == 2
-
-        async def fine(job: Job) -> None:
-            await job.accept()
-            await job.finish("length", tokens=[40])
-
-        engine.behaviour = fine
-        asyncio.run_coroutine_threadsafe(gateway._until_ready(), gateway.loop).result(WAIT_S)
-        assert gateway.client.post(URL, json=CHAT).status_code == 200
-
-    def test_it_sends_garbage(self, custom: Custom) -> None:
-        gateway, engine = custom()
-
-        async def garbage(job: Job) -> None:
-            job.writer.write(b"\x05\x00\x00\x00hello")
-
-        engine.behaviour = garbage
-        answer = gateway.client.post(URL, json=CHAT)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "bad_gateway")
-
-    @pytest.mark.parametrize("behave", [silent, deaf], ids=["after accepting", "before accepting"])
-    def test_it_is_silent(self, custom: Custom, behave: Any) -> None:
-        gateway, engine = custom(first_frame_timeout_s=0.3)
-        engine.behaviour = behave
-        answer = gateway.client.post(URL, json=CHAT)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
-        engine.wait_for_abort(answer.headers["x-request-id"])
-        assert gateway.record(answer.headers["x-request-id"]).outcome == "timeout"
-
-    def test_silence_with_work_is_not_ready(self, custom: Custom) -> None:
-        gateway, engine = custom(first_frame_timeout_s=0.3)
-        assert gateway.client.get("/ready").json() == {"status": "ready", "reason": None, "engines": {}}
-        replica = gateway.application.backend.replicas[0]
-        engine.behaviour = deaf
-        with gateway.connect() as raw:
-            raw.sendall(raw_request(CHAT, "wedged"))
-            engine.wait_for_requests(1)
-            [call] = replica.calls.values()
-            later_ns = call.sent_ns + 400_000_000
-            assert "silent" in replica.trouble(later_ns)
-            assert replica.trouble(call.sent_ns + 1) == ""
-        gateway.record("wedged")
-        assert replica.trouble(now_ns()) == ""
-
-    def test_it_ignores_the_deadline(self, custom: Custom, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("gateway.backend.DEADLINE_GRACE_S", 0.0)
-        gateway, engine = custom(request_timeout_s=0.3, first_frame_timeout_s=0.5)
-
-        async def chatter(job: Job) -> None:
-            await job.accept()
-            while not job.aborted.is_set():
-                await job.emit([40])
-                await asyncio.sleep(0.01)
-            await job.finish("abort")
-
-        engine.behaviour = chatter
-        answer = gateway.client.post(URL, json=CHAT)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
-
-    def test_it_never_says_hello(self, custom: Custom, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("gateway.backend.CONNECT_TIMEOUT_S", 0.2)
-        gateway, _ = custom(greets=False, ready=False)
-        assert gateway.client.post(URL, json=CHAT).status_code == 503
-
-    def test_a_stop_string_ends_even_if_the_engine_does_not_confirm(self, custom: Custom) -> None:
-        gateway, engine = custom(record_timeout_s=0.2)
-
-        async def stubborn(job: Job) -> None:
-            await job.accept()
-            await job.emit([40, 41, 42])
-            await asyncio.Event().wait()
-
-        engine.behaviour = stubborn
-        answer = gateway.client.post(URL, json={**CHAT, "stop": "G"}, headers={"x-request-id": "stop-stubborn"})
-        assert answer.json()["choices"][0]["message"]["content"] == "F"
-        assert answer.json()["usage"]["completion_tokens"] == 2
-        assert gateway.record("stop-stubborn").outcome == "stop"
-
-    def test_the_less_busy_replica_is_chosen(self, custom: Custom, socket_path: str, vocab_size: int) -> None:
-        other = FakeEngine(socket_path + "2", vocab_size=vocab_size, eos_id=EOS_ID)
-        other.start()
-        gateway, engine = custom(engines=(f"unix:{socket_path}", f"unix:{socket_path}2"), ready=False)
-        try:
-            asyncio.run_coroutine_threadsafe(_until_connected(gateway, 2), gateway.loop).result(WAIT_S)
-            engine.behaviour = other.behaviour = silent
-            with gateway.connect() as first, gateway.connect() as second:
-                first.sendall(raw_request(CHAT, "one"))
-                engine.wait_for_requests(1)
-                second.sendall(raw_request(CHAT, "two"))
-                other.wait_for_requests(1)
-            assert gateway.record("one").outcome == gateway.record("two").outcome == "client_gone"
-        finally:
-            other.stop()
-
-
-async def _until_connected(gateway: LiveGateway, count: int) -> None:
-    while len(gateway.application.backend.hellos()) < count:
-        await asyncio.sleep(0.005)
 
 
 class TestBounds:
@@ -403,116 +235,3 @@ async def talk_and_end(job: Job) -> None:
 async def talk_more(job: Job) -> None:
     """The rest of a short answer."""
     await job.finish("length", tokens=[40])
-
-
-class GatewayProcess:
-    """`python -m gateway`."""
-
-    def __init__(self, model: Path, engine_path: str, **options: object) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        raw = GatewayOptions(
-            model=str(model), model_name=MODEL, engines=(f"unix:{engine_path}",), port=self.port, log_format="json"
-        )
-        text = msgspec.json.encode(msgspec.structs.replace(raw, **options)).decode()
-        command = [sys.executable, "-m", "gateway", "--options", text]
-        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def wait_until_connected(self) -> list[str]:
-        """Until it says that its engine is there; what it said."""
-        assert self.process.stderr is not None
-        said: list[str] = []
-        for line in self.process.stderr:
-            said.append(line)
-            if "engine connected" in line:
-                return said
-        raise AssertionError("".join(said))
-
-    def end(self) -> tuple[int, str]:
-        """The exit code and what it said last."""
-        _, said = self.process.communicate(timeout=WAIT_S)
-        return self.process.returncode, said
-
-
-class TestProcess:
-    @pytest.fixture
-    def engine(self, socket_path: str, vocab_size: int) -> Any:
-        engine = FakeEngine(socket_path, vocab_size=vocab_size, eos_id=EOS_ID)
-        engine.start()
-        yield engine
-        engine.stop()
-
-    def test_sigterm_drains(self, model_dir: Path, engine: FakeEngine) -> None:
-        """New requests are refused, what runs goes on; what runs too long ends with an error event; exit code 0."""
-        release = threading.Event()
-
-        async def wait_for_test(job: Job) -> None:
-            await job.accept()
-            await job.emit(list(b"FG"))
-            if job.request.request_id == "short":
-                await asyncio.get_running_loop().run_in_executor(None, release.wait, WAIT_S)
-                await job.finish("length", tokens=[40])
-            else:
-                await job.until_aborted()
-
-        engine.behaviour = wait_for_test
-        gateway = GatewayProcess(model_dir, engine.path, drain_s=1.5)
-        gateway.wait_until_connected()
-        with (
-            socket.create_connection(("127.0.0.1", gateway.port), WAIT_S) as short,
-            socket.create_connection(("127.0.0.1", gateway.port), WAIT_S) as endless,
-        ):
-            short.sendall(raw_request({**CHAT, "stream": True}, "short"))
-            endless.sendall(raw_request({**CHAT, "stream": True}, "endless"))
-            _until(short, b"assistant")
-            _until(endless, b"assistant")
-            gateway.process.send_signal(signal.SIGTERM)
-            refused = _until_refused(gateway.url)
-            assert refused.json()["error"]["code"] == "draining"
-            assert refused.headers["connection"] == "close"
-            assert int(refused.headers["retry-after"]) > 0
-            release.set()
-            assert b"[DONE]" in _until(short, b"[DONE]")
-            last = _until(endless, b'"error"')
-            assert b'"code":"draining"' in last
-            assert b"[DONE]" not in last
-        code, said = gateway.end()
-        assert code == 0, said
-        lines = [json.loads(line) for line in said.splitlines()]
-        outcomes = {line["request_id"]: line["outcome"] for line in lines if line.get("event") == "request"}
-        assert outcomes["short"] == "length"
-        assert outcomes["endless"] == "draining"
-        assert "Hello" not in said  # no prompt in any line
-
-    def test_sigterm_without_work_is_immediate(self, model_dir: Path, engine: FakeEngine) -> None:
-        gateway = GatewayProcess(model_dir, engine.path, drain_s=60)
-        gateway.wait_until_connected()
-        gateway.process.send_signal(signal.SIGTERM)
-        assert gateway.end()[0] == 0
-
-    def test_a_taken_port_is_one_line(self, model_dir: Path, engine: FakeEngine) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            gateway = GatewayProcess(model_dir, engine.path, port=port)
-            code, said = gateway.end()
-        assert (code, said) == (2, f"gateway: cannot listen on 127.0.0.1:{port}: Address already in use\n")
-
-    def test_a_model_without_tokenizer_is_one_line(self, tmp_path: Path, engine: FakeEngine) -> None:
-        code, said = GatewayProcess(tmp_path, engine.path).end()
-        assert (code, said) == (2, f"gateway: {tmp_path.name} has no tokenizer.json.\n")
-
-    def test_unknown_options_are_one_line(self) -> None:
-        command = [sys.executable, "-m", "gateway", "--options", '{"nonsense": 1}']
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 2
-        assert done.stderr.count("\n") == 1
-
-
-def _until_refused(url: str) -> httpx.Response:
-    """The signal is on its way: ask until it has arrived."""
-    for _ in range(200):
-        answer = httpx.post(url + URL, json={**CHAT, "max_tokens": 1, "stop": "F"}, timeout=WAIT_S)
-        if answer.status_code == 503:
-            return answer
-    raise AssertionError("requests are still accepted")
