@@ -61,9 +61,9 @@ class Connection:
             lost, after = self._steps.popleft(), self._steps.popleft()
             self._steps.appendleft(msgspec.structs.replace(after, finished=(*lost.finished, *after.finished)))
 
-    def greet(self, hello: Hello) -> None:
+    def greet(self, hello: bytes) -> None:
         """The first frame."""
-        self._out += encode(hello)
+        self._out += hello
 
     def flush(self) -> None:
         """Write as much as the socket takes.  Raises OSError if the gateway is gone."""
@@ -89,7 +89,7 @@ class Server:
     """Listens, knows who asked for what, and tells each gateway about its own requests and about every step."""
 
     def __init__(self, listen: str, hello: Hello) -> None:
-        self._hello = hello
+        self._hello = encode(hello)  # Now, so that a hello that cannot be said stops the start.
         self._selector = selectors.DefaultSelector()
         self._listener = listen_on(listen)
         self._selector.register(self._listener, selectors.EVENT_READ)

@@ -163,7 +163,7 @@ def _facts(
         "kernels": decoder.kernels.name,
         "threads": str(torch.get_num_threads()),
         "tiles": tiles,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a class of its own, which no wire format knows
         "processor": torch.backends.cpu.get_cpu_capability(),
     }
     build = "|".join((FINGERPRINT_VERSION, checkpoint.identity, *details.values()))
