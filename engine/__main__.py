@@ -18,7 +18,7 @@ from engine.device import Device
 from engine.device.errors import DeviceError
 from engine.loop import Loop
 from engine.scheduler import Scheduler
-from engine.server import Server
+from engine.server import ListenError, Server
 from telemetry.clock import CLOCK_ID
 
 EXIT_USAGE = 2
@@ -36,18 +36,37 @@ def main(arguments: list[str]) -> int:
         options = msgspec.json.decode(arguments[1], type=EngineOptions)
         from engine.device.runner import Runner  # noqa: PLC0415 torch takes seconds to load
 
-        serve(options, Runner.load(options))
+        device = Runner.load(options)
+        server = Server(options.listen, hello(options, device))
     except msgspec.MsgspecError as error:
         return _refuse(f"--options: {error}")
-    except (DeviceError, OSError, ValueError) as error:
+    except (DeviceError, ListenError) as error:
         return _refuse(str(error))
+    serve(options, device, server)
     return 0
 
 
-def serve(options: EngineOptions, device: Device) -> None:
-    """Serve `device` until a signal.  Raises OSError or ValueError if `options.listen` cannot be had."""
+def serve(options: EngineOptions, device: Device, server: Server) -> None:
+    """Serve `device` over `server` until a signal."""
+    loop = Loop(Scheduler(scheduler_config(options, device)), device, server, replica=options.replica)
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        loop.stop()
+        server.wake()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    log.info("engine_ready", replica=options.replica, model=options.model_name, **device.facts.details)
+    try:
+        loop.run()
+    finally:
+        server.close()
+
+
+def scheduler_config(options: EngineOptions, device: Device) -> SchedulerConfig:
+    """The core's bounds: what was asked for, and what the device has."""
     facts = device.facts
-    config = SchedulerConfig(
+    return SchedulerConfig(
         blocks_max=facts.blocks_max,
         block_slots=facts.block_slots,
         context_max=facts.context_max,
@@ -57,23 +76,10 @@ def serve(options: EngineOptions, device: Device) -> None:
         vocab_size=facts.vocab_size,
         prefix_cache=options.prefix_cache,
     )
-    server = Server(options.listen, _hello(options, config, device))
-    loop = Loop(Scheduler(config), device, server, replica=options.replica)
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        loop.stop()
-        server.wake()
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    log.info("engine_ready", replica=options.replica, model=options.model_name, **facts.details)
-    try:
-        loop.run()
-    finally:
-        server.close()
 
 
-def _hello(options: EngineOptions, config: SchedulerConfig, device: Device) -> Hello:
+def hello(options: EngineOptions, device: Device) -> Hello:
+    """What this engine says of itself."""
     facts = device.facts
     return Hello(
         epoch=secrets.token_hex(8),
@@ -83,7 +89,7 @@ def _hello(options: EngineOptions, config: SchedulerConfig, device: Device) -> H
         fingerprint=facts.fingerprint,
         reproducible=facts.reproducible,
         vocab_size=facts.vocab_size,
-        context_max=config.sequence_tokens_max,
+        context_max=scheduler_config(options, device).sequence_tokens_max,
         block_slots=facts.block_slots,
         blocks_max=facts.blocks_max,
         sequences_max=options.sequences_max,

@@ -36,6 +36,10 @@ STEPS_BACKLOG_MAX = 256
 CONNECTIONS_MAX = 64
 
 
+class ListenError(Exception):
+    """The address cannot be listened on; the message is for the person who chose it."""
+
+
 class Connection:
     """One gateway: its socket, the requests that it owns, and what it has not read yet."""
 
@@ -226,19 +230,30 @@ class Server:
 
 
 def listen_on(address: str) -> socket.socket:
-    """A listening socket for `unix:PATH` or `tcp:HOST:PORT`.  Raises ValueError on anything else, OSError if taken."""
+    """A listening socket for `unix:PATH` or `tcp:HOST:PORT`.  Raises ListenError."""
     scheme, _, rest = address.partition(":")
-    if scheme == "unix" and rest:
-        path = Path(rest)
-        path.unlink(missing_ok=True)  # Of a predecessor that was killed; the supervisor starts one engine a path.
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(path))
-        path.chmod(0o600)
-    elif scheme == "tcp" and ":" in rest and rest.rpartition(":")[2].isdigit():
-        host, _, port = rest.rpartition(":")
-        listener = socket.create_server((host, int(port)))
-    else:
-        raise ValueError(f"cannot listen on {address!r}: use unix:PATH or tcp:HOST:PORT")
+    host, colon, port = rest.rpartition(":")
+    try:
+        if scheme == "unix" and rest:
+            listener = _listen_on_path(Path(rest))
+        elif scheme == "tcp" and colon and port.isdigit() and int(port) < 1 << 16:
+            listener = socket.create_server((host, int(port)))
+        else:
+            raise ListenError(f"cannot listen on {address!r}: use unix:PATH or tcp:HOST:PORT")
+    except OSError as error:
+        raise ListenError(f"cannot listen on {address}: {error}") from error
     listener.listen()
     listener.setblocking(False)
+    return listener
+
+
+def _listen_on_path(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)  # Of a predecessor that was killed; the supervisor starts one engine a path.
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+    except OSError:
+        listener.close()
+        raise
+    path.chmod(0o600)
     return listener

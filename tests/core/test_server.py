@@ -24,7 +24,7 @@ from engine.api import (
     decode_frame,
     encode,
 )
-from engine.server import STEPS_BACKLOG_MAX, Server, listen_on
+from engine.server import STEPS_BACKLOG_MAX, ListenError, Server, listen_on
 from telemetry.records import RequestRecord, StepRecord
 
 HELLO = Hello(
@@ -211,9 +211,21 @@ def test_closing_delivers_what_was_published(server: Server, connect: Connect) -
         gateway.next()
 
 
-@pytest.mark.parametrize("address", ["", "unix:", "tcp:1234", "tcp:host:port", "udp:127.0.0.1:1", "/tmp/x"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "unix:",
+        "unix:/nowhere/at/all",
+        "tcp:1234",
+        "tcp:host:port",
+        "tcp:127.0.0.1:99999",
+        "udp:127.0.0.1:1",
+        "/tmp/x",
+    ],
+)
 def test_an_address_that_means_nothing_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="cannot listen on"):
+    with pytest.raises(ListenError, match="cannot listen on"):
         listen_on(address)
 
 
