@@ -8,6 +8,7 @@
 import argparse
 import asyncio
 import contextlib
+import re
 import signal
 import socket
 import sys
@@ -30,6 +31,8 @@ BACKLOG = 1024
 KEEP_ALIVE_S = 75
 SHUTDOWN_S = 3
 EXIT_CANNOT_START = 2
+
+_ADDRESS = re.compile(r"unix:.+|tcp:.+:[0-9]{1,5}")
 
 
 class CannotStart(Exception):
@@ -65,9 +68,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _options(raw: str) -> GatewayOptions:
     try:
-        return msgspec.json.decode(raw, type=GatewayOptions)
+        options = msgspec.json.decode(raw, type=GatewayOptions)
     except msgspec.DecodeError as error:
         raise CannotStart(f"bad options: {error}") from None
+    if not options.engines:
+        raise CannotStart("bad options: at least one engine is needed")
+    for address in options.engines:
+        if not _ADDRESS.fullmatch(address):
+            raise CannotStart(f"bad options: engine {address!r} is neither unix:PATH nor tcp:HOST:PORT")
+    return options
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -105,9 +114,14 @@ async def serve(application: Application, listener: socket.socket) -> None:
     )
     server = Server(config)
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            application.gateway.cut_off()  # The second one: somebody is in a hurry.
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     stopping = asyncio.create_task(stop.wait(), name="signals")
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -113,8 +113,7 @@ class Exchange:
             yield
         finally:
             watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watching
+            await asyncio.wait({watching})  # Not `await watching`: that could swallow our own cancellation.
 
     async def _watch(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
@@ -160,6 +159,11 @@ class Exchange:
 
     # ---- the end
 
+    @property
+    def gone(self) -> bool:
+        """Whether the client left before it was answered."""
+        return self.flight.error is not None and self.flight.error.status == 499
+
     def settle(self) -> None:
         """Once the engine has said its last word, the time after it is the gateway's."""
         calls = self.flight.calls
@@ -169,7 +173,6 @@ class Exchange:
     async def close(self) -> None:
         """Stop what is still running, and write the record.  Runs to its end, whoever is cancelled."""
         timeout_s = self._front.options.record_timeout_s
-        gone = self.flight.error is not None and self.flight.error.status == 499
         running = [call for call in self.flight.calls if call.finish is None]
         for call in running:
             if self.replica is not None:
@@ -187,12 +190,12 @@ class Exchange:
             if self.replica is not None:
                 self.replica.release(call)
         self.settle()
-        self._front.hub.request(self._record(max(closed_ns, self._last_ns()), gone=gone))
+        self._front.hub.request(self._record(max(closed_ns, self._last_ns())))
 
     def _last_ns(self) -> int:
         return max((call.finished_ns for call in self.flight.calls), default=0)
 
-    def _record(self, closed_ns: int, *, gone: bool) -> RequestRecord:
+    def _record(self, closed_ns: int) -> RequestRecord:
         calls = self.flight.calls
         last = max((call for call in calls if call.sent_ns), key=_finished_ns, default=None)
         self.book.enter("finalize", closed_ns)
@@ -207,7 +210,7 @@ class Exchange:
         return RequestRecord(
             request_id=self.request_id,
             tenant=self.live.tenant,
-            outcome="client_gone" if gone else self.outcome or _outcome_of(self.status),
+            outcome="client_gone" if self.gone else self.outcome or _outcome_of(self.status),
             accepted_ns=self.book.opened_ns,
             finished_ns=closed_ns,
             states=states,
@@ -226,7 +229,7 @@ class Exchange:
             gap_max_ns=max((record.gap_max_ns for record in records), default=0),
             model=self.live.model,
             route=self.live.route,
-            status=499 if gone else self.status,
+            status=499 if self.gone else self.status,
             stream=self.live.stream,
             choices=self.live.choices,
             trace_id=self.live.trace.trace_id,
@@ -310,7 +313,7 @@ class Front:
             else:
                 await self._app(scope, exchange.receive, exchange.send)
         except Exception as error:  # noqa: BLE001  The last resort: whatever it is, the client gets JSON and the log gets the facts.
-            if not (isinstance(error, ApiError) and error.status == 499):
+            if not exchange.gone:
                 _log.exception("request crashed", path=exchange.path[:200])
                 exchange.outcome = "error"
             if not exchange.status:

@@ -188,6 +188,8 @@ class _Running:
         error = errors.of_finish(finish) if finish is not None else None
         if finish is None or error is None:
             return
+        if self.call.flight.error is not None:
+            raise self.call.flight.error  # That came first; the engine's word is its consequence.
         fault = finish.fault.message if finish.fault else ""
         _log.warning("sequence failed", call=self.call.request_id, reason=finish.reason, fault=fault)
         raise error
@@ -275,8 +277,13 @@ class Generation:
         yield last + DONE
 
     async def _news(self) -> AsyncIterator[tuple[int, Piece, bool]]:
-        """(choice, what became certain, whether it is complete), until all choices are.  Raises ApiError."""
+        """
+        (choice, what became certain, whether it is complete), until all choices are.
+
+        Raises ApiError when the request is interrupted, after what had come before.
+        """
         open_choices = list(enumerate(self._running))
+        interruption: ApiError | None = None
         while True:
             for index, one in open_choices:
                 piece = one.read()
@@ -286,7 +293,12 @@ class Generation:
             open_choices = [(index, one) for index, one in open_choices if not one.done]
             if not open_choices:
                 return
-            await self._exchange.flight.wait()
+            if interruption is not None:
+                raise interruption
+            try:
+                await self._exchange.flight.wait()
+            except ApiError as error:
+                interruption = error
 
     def _note(self, one: _Running) -> None:
         """Stop the engine where a stop string is complete, and keep the live view true."""

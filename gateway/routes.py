@@ -87,9 +87,11 @@ async def health(gateway: NamedDependency[Gateway]) -> Response[bytes]:
 
 
 @get("/ready")
-async def ready(gateway: NamedDependency[Gateway]) -> Response[bytes]:
+async def ready(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """Whether requests would be served: 503 and the reason if not."""
     is_ready, state = gateway.ready()
+    if not is_ready:
+        exchange.outcome = "draining" if gateway.draining else "no_healthy_engine"
     return json_response(state, status=200 if is_ready else 503)
 
 

@@ -210,9 +210,13 @@ class Gateway:
         self.draining = True
         if await self._idle_within(self.options.drain_s):
             return
+        self.cut_off()
+        await self._idle_within(self.options.record_timeout_s + 1)
+
+    def cut_off(self) -> None:
+        """End what runs, now."""
         for exchange in list(self.running):
             exchange.flight.interrupt(errors.draining())
-        await self._idle_within(self.options.record_timeout_s + 1)
 
     async def _idle_within(self, limit_s: float) -> bool:
         try:

@@ -87,7 +87,6 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     stop: str | StopList | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     ignore_eos: bool | None = None
-    skip_special_tokens: Literal[True] | None = None
     user: Label | None = None
     service_tier: ServiceTier | None = None
     prompt_cache_key: Label | None = None
@@ -125,7 +124,6 @@ class CompletionRequest(Generation, frozen=True, kw_only=True, forbid_unknown_fi
     prompt: str | list[object]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    best_of: Literal[1] | None = None
 
     @property
     def logprobs_top(self) -> int | None:

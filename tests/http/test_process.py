@@ -16,6 +16,7 @@ import httpx
 import msgspec
 import pytest
 
+from gateway.__main__ import main
 from gateway.config import GatewayOptions
 from tests.http.asking import raw_request, read_until
 from tests.http.fake_engine import FakeEngine, Job
@@ -124,11 +125,37 @@ class TestProcess:
         code, said = GatewayProcess(tmp_path, engine.path).end()
         assert (code, said) == (2, f"gateway: {tmp_path.name} has no tokenizer.json.\n")
 
-    def test_unknown_options_are_one_line(self) -> None:
-        command = [sys.executable, "-m", "gateway", "--options", '{"nonsense": 1}']
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 2
-        assert done.stderr.count("\n") == 1
+    def test_a_second_signal_does_not_wait(self, model_dir: Path, engine: FakeEngine) -> None:
+        async def endless(job: Job) -> None:
+            await job.accept()
+            await job.until_aborted()
+
+        engine.behaviour = endless
+        gateway = GatewayProcess(model_dir, engine.path, drain_s=60)
+        gateway.wait_until_connected()
+        with socket.create_connection(("127.0.0.1", gateway.port), WAIT_S) as raw:
+            raw.sendall(raw_request({**CHAT, "stream": True}, "endless"))
+            read_until(raw, b"assistant")
+            gateway.process.send_signal(signal.SIGTERM)
+            _until_refused(gateway.url)
+            gateway.process.send_signal(signal.SIGTERM)
+            assert b"draining" in read_until(raw, b'"error"')
+        assert gateway.end()[0] == 0
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ('{"nonsense": 1}', "nonsense"),
+            ("{", "bad options"),
+            ('{"model": "m", "model_name": "m", "engines": []}', "at least one engine"),
+            ('{"model": "m", "model_name": "m", "engines": ["nowhere"]}', "'nowhere' is neither"),
+        ],
+    )
+    def test_bad_options_are_one_line(self, options: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+        assert main(["--options", options]) == 2
+        said = capfd.readouterr().err
+        assert said.count("\n") == 1
+        assert words in said
 
 
 def _until_refused(url: str) -> httpx.Response:
