@@ -400,6 +400,12 @@ VIEW_METRICS = (
         of_view=lambda view: [((), view.pending_spans)],
     ),
     Metric(
+        name="pellucid_event_loop_tasks",
+        kind="gauge",
+        help="Tasks of the gateway's event loop; without requests it is a small constant.",
+        of_view=lambda view: [((), view.loop_tasks)] if view.loop_tasks else [],
+    ),
+    Metric(
         name="pellucid_process_resident_memory_bytes",
         kind="gauge",
         help="Resident memory of the gateway process.",

@@ -255,8 +255,17 @@ class Hub:
             pending_records=len(self._sink),
             pending_spans=self._export.pending_spans() if self._export is not None else 0,
             resident_bytes=resident_bytes(),
+            loop_tasks=loop_tasks(),
             build=tuple((self._version, model) for model in self._models),
         )
+
+
+def loop_tasks() -> int:
+    """Tasks of the running event loop; 0 outside of one."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0
 
 
 def resident_bytes() -> int:

@@ -121,6 +121,8 @@ class View:
     pending_records: int = 0
     pending_spans: int = 0
     resident_bytes: int = 0
+    loop_tasks: int = 0
+    """Tasks of the event loop: what a request leaves behind would show here."""
     build: tuple[tuple[str, str], ...] = ()
     """(version, model), one a model."""
 

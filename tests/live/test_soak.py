@@ -26,6 +26,12 @@ def descriptors(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
+def loop_tasks(appliance: Appliance) -> float:
+    """Tasks of the gateway, the one that answers this question included."""
+    lines = appliance.http.get("/metrics").text.splitlines()
+    return float(next(line for line in lines if line.startswith("pellucid_event_loop_tasks ")).split()[1])
+
+
 async def one(http: httpx.AsyncClient, model: str, pick: random.Random, index: int) -> str:
     """One request, perhaps dropped."""
     stream = pick.random() < 0.5
@@ -69,6 +75,7 @@ def test_nothing_is_left_behind(appliance: Appliance) -> None:
     asyncio.run(play(appliance, 0, 200, model))  # Allocators and pools find their size.
     wait_for(lambda: held(appliance) == 0, "no KV is held after warming up")
     before = {name: descriptors(pid) for name, pid in children.items()}
+    tasks = loop_tasks(appliance)
     outcomes = asyncio.run(play(appliance, 200, 900, model))
     middle = sum(resident_bytes(pid) for pid in children.values())
     outcomes += asyncio.run(play(appliance, 1100, 900, model))
@@ -76,6 +83,7 @@ def test_nothing_is_left_behind(appliance: Appliance) -> None:
     wait_for(lambda: held(appliance) == 0, "no KV is held")
     wait_for(lambda: all(row.outcome is not None for row in ledgers(appliance)), "no request is live")
     wait_for(lambda: {name: descriptors(pid) for name, pid in children.items()} == before, "no descriptor is left")
+    wait_for(lambda: loop_tasks(appliance) == tasks, "no task is left")
     metrics = appliance.http.get("/metrics").text
     print(f"seed {SEED}: {outcomes.count('dropped')} of {len(outcomes)} dropped, growth {end - middle} bytes")
     assert 0.1 * len(outcomes) < outcomes.count("dropped")
