@@ -131,6 +131,10 @@ def _until_end(raw: socket.socket) -> bytes:
     return b"".join(parts)
 
 
+async def _until_finished(gateway: LiveGateway, request_id: str) -> None:
+    await gateway.application.backend.replicas[0].calls[request_id].record_came.wait()
+
+
 class TestSlowReader:
     def test_it_costs_no_memory_and_is_booked_as_blocked(self, fake: Pair) -> None:
         gateway, engine = fake
@@ -150,6 +154,7 @@ class TestSlowReader:
             body = {**CHAT, "stream": True, "logprobs": True, "top_logprobs": 5}
             raw.sendall(raw_request(body, "slow"))
             assert released.wait(WAIT_S), "the engine was held up by a client that does not read"
+            asyncio.run_coroutine_threadsafe(_until_finished(gateway, "slow"), gateway.loop).result(WAIT_S)
             transcript = _until_end(raw)
         assert transcript.count(b'"token":"F","logprob":-0.5,"bytes":[70],"top_logprobs"') == count
         record = gateway.record("slow")
