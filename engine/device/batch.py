@@ -129,9 +129,7 @@ class BatchBuilder:
             groups.append(self._group([pieces[index] for index in group], first_row))
             first_row += groups[-1].sequences * groups[-1].count
         slots = np.concatenate([self._slots(pieces[index]) for index in order])
-        return Batch(
-            rows, torch.from_numpy(tokens), cos, sin, torch.from_numpy(slots), tuple(groups), tuple(last_rows)
-        )
+        return Batch(rows, torch.from_numpy(tokens), cos, sin, torch.from_numpy(slots), tuple(groups), tuple(last_rows))
 
     def _blocks_used(self, piece: Slice) -> int:
         return -(-(piece.start + len(piece.tokens)) // self._block_slots)

@@ -99,7 +99,7 @@ def _draw_plain(probabilities: Tensor, specs: Sequence[SampleSpec]) -> list[int]
     uniforms = torch.tensor([spec.uniform for spec in specs], dtype=torch.float64)
     points = uniforms[:, None] * sums[:, -1:]
     found = torch.searchsorted(sums, points, right=True)[:, 0]
-    last = torch.searchsorted(sums, sums[:, -1:].contiguous())[:, 0]  # the last token with any weight: rounding ends there
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous())[:, 0]  # the last token that has any weight
     tokens: list[int] = torch.minimum(found, last).tolist()
     return tokens
 

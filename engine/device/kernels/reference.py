@@ -58,9 +58,7 @@ class ReferenceKernels:
                     out[row] = self._attend_one(query, cache, group, member, token, window).reshape(-1).to(out.dtype)
         return out
 
-    def _attend_one(
-        self, query: Tensor, cache: Tensor, group: Group, member: int, token: int, window: int
-    ) -> Tensor:
+    def _attend_one(self, query: Tensor, cache: Tensor, group: Group, member: int, token: int, window: int) -> Tensor:
         """One token: query [kv_heads, query heads of each, head_dim] over what its mask shows."""
         table = group.blocks.view(group.sequences, group.width)[member]
         keys, values = cache[table].flatten(0, 1).unbind(1)  # [slots, kv_heads, head_dim]
