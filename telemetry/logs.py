@@ -17,7 +17,7 @@ from structlog.typing import Processor
 
 from telemetry.records import RequestRecord
 from telemetry.redact import redact
-from telemetry.vocabulary import GENERATING_ROUTES
+from telemetry.vocabulary import OBSERVING_ROUTES
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 LINES_MAX = 4096
@@ -84,14 +84,14 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 def log_request(record: RequestRecord) -> None:
-    """One line for one ended request, once logs are configured: what is not generation only at level debug."""
+    """One line for one ended request, once logs are configured; of those who only look, at level debug."""
     if _handler is None:
         return
     level = logging.INFO
-    if record.status >= 500:
-        level = logging.ERROR
-    elif record.route not in GENERATING_ROUTES:
+    if record.route in OBSERVING_ROUTES:
         level = logging.DEBUG
+    elif record.status >= 500:
+        level = logging.ERROR
     _request_logger.log(
         level,
         "request",

@@ -10,6 +10,7 @@ import msgspec
 
 from telemetry.live import LiveRequest
 from telemetry.records import RequestRecord, StepRecord
+from telemetry.vocabulary import OBSERVING_ROUTES
 
 REPLICAS_MAX = 64
 BLOCK_SLOTS = 16
@@ -72,7 +73,9 @@ class Recent:
         return self.live.pop(request_id, None)
 
     def request(self, record: RequestRecord) -> None:
-        """Remember a finished request."""
+        """Remember a finished request, unless it only looked."""
+        if record.route in OBSERVING_ROUTES:
+            return
         self._requests.pop(record.request_id, None)
         self._requests[record.request_id] = record
         if len(self._requests) > self._requests_max:
@@ -114,7 +117,8 @@ class Recent:
 
     def requests(self, limit: int) -> list[RequestRecord | LiveRequest]:
         """At most `limit` requests, newest first by their beginning."""
-        everything: list[RequestRecord | LiveRequest] = [*self._requests.values(), *self.live.values()]
+        live = [request for request in self.live.values() if request.route not in OBSERVING_ROUTES]
+        everything: list[RequestRecord | LiveRequest] = [*self._requests.values(), *live]
         everything.sort(key=_began_ns, reverse=True)
         return everything[: max(0, limit)]
 

@@ -18,7 +18,7 @@ from telemetry import clock, names
 from telemetry.live import Attribute, LiveRequest, TraceContext
 from telemetry.records import RequestRecord
 from telemetry.redact import clean_text
-from telemetry.vocabulary import FINISHED_OUTCOMES, NS_PER_S, OTHER, ROUTES, STATES
+from telemetry.vocabulary import FINISHED_OUTCOMES, NS_PER_S, OBSERVING_ROUTES, OTHER, ROUTES, STATES
 
 SPANS_MAX = 60
 PHASES_MAX = SPANS_MAX - 3  # The request, its generation, and what no state accounts for.
@@ -27,16 +27,6 @@ UNACCOUNTED = "unaccounted"
 """The phase of time that no state claims: a book that does not close is shown, not hidden."""
 SERVER_FAULTS = ("failed", "deadline", "shutdown", "engine_lost", "error")
 """Outcomes that are our fault even where the status had been sent as 200 before."""
-UNTRACED_ROUTES = (
-    "/health",
-    "/ready",
-    "/metrics",
-    "/debug/requests",
-    "/debug/requests/{id}",
-    "/debug/steps",
-    "/debug/kv",
-)
-"""Asked every few seconds by machines: their traces would push out those of requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +54,7 @@ def wall_offset_ns() -> int:
 def request_spans(record: RequestRecord, live: LiveRequest | None, *, offset_ns: int) -> list[SpanData]:
     """The tree of one ended request, root first; empty where the caller has decided not to sample it."""
     trace = live.trace if live is not None else _own_trace(record)
-    if not trace.sampled or record.route in UNTRACED_ROUTES:
+    if not trace.sampled or record.route in OBSERVING_ROUTES:
         return []
     failed = record.status >= 500 or (record.status < 400 and record.outcome in SERVER_FAULTS)
     started_ns = record.accepted_ns + offset_ns

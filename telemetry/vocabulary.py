@@ -30,6 +30,16 @@ ROUTES = (
     "/debug/kv",
     OTHER,
 )
+OBSERVING_ROUTES = (
+    "/health",
+    "/ready",
+    "/metrics",
+    "/debug/requests",
+    "/debug/requests/{id}",
+    "/debug/steps",
+    "/debug/kv",
+)
+"""Routes of those who look: counted, but not traced, logged or remembered among the requests."""
 GENERATING_ROUTES = ("/v1/chat/completions", "/v1/completions")
 OUTCOMES = (
     # As the engine ends requests.

@@ -180,7 +180,12 @@ def test_a_closed_stream_is_counted_and_hurts_nobody(out: io.StringIO) -> None:
 
 def test_each_ended_request_is_one_line(lines: Lines) -> None:
     hub = Hub(model="tiny")
-    for request_id, route, status in [("a", "/v1/completions", 200), ("b", "/health", 200), ("c", "/ready", 503)]:
+    for request_id, route, status in [
+        ("a", "/v1/completions", 200),
+        ("b", "/health", 200),
+        ("c", "/ready", 503),
+        ("d", "/v1/completions", 503),
+    ]:
         hub.request(
             RequestRecord(
                 request_id=request_id,
@@ -197,7 +202,8 @@ def test_each_ended_request_is_one_line(lines: Lines) -> None:
     assert [(line["request_id"], line["level"]) for line in written] == [
         ("a", "info"),
         ("b", "debug"),
-        ("c", "error"),
+        ("c", "debug"),
+        ("d", "error"),
     ]
     assert (written[0]["duration_ms"], written[0]["status"]) == (1.5, 200)
 

@@ -11,8 +11,8 @@ from telemetry import clock, names
 from telemetry.ledger import Ledger
 from telemetry.live import LiveRequest, TraceContext, accept_trace
 from telemetry.records import RequestRecord
-from telemetry.spans import SPANS_MAX, UNTRACED_ROUTES, SpanData, phases, request_spans
-from telemetry.vocabulary import STATES
+from telemetry.spans import SPANS_MAX, SpanData, phases, request_spans
+from telemetry.vocabulary import OBSERVING_ROUTES, STATES
 from tests.contract.telemetry.records_strategy import MODEL, request_records
 
 OFFSET_NS = 1_700_000_000_000_000_000
@@ -47,7 +47,7 @@ def a_live(**changes: object) -> LiveRequest:
 
 
 @settings(max_examples=150, deadline=None)
-@given(record=request_records().filter(lambda record: record.route not in UNTRACED_ROUTES))
+@given(record=request_records().filter(lambda record: record.route not in OBSERVING_ROUTES))
 def test_any_request_makes_one_whole_tree(record: RequestRecord) -> None:
     spans = request_spans(record, None, offset_ns=OFFSET_NS)
     root, leaves = spans[0], [span for span in spans if names.PHASE in span.attributes]
@@ -220,7 +220,7 @@ def test_no_header_raises(header: str, state: str) -> None:
 
 
 def test_what_machines_ask_all_the_time_makes_no_spans() -> None:
-    for route in UNTRACED_ROUTES:
+    for route in OBSERVING_ROUTES:
         assert request_spans(a_record(route=route), a_live(route=route), offset_ns=0) == []
 
 
