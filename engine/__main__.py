@@ -19,6 +19,7 @@ from engine.device.errors import DeviceError
 from engine.loop import Loop
 from engine.scheduler import Scheduler
 from engine.server import ListenError, Server
+from telemetry import logs
 from telemetry.clock import CLOCK_ID
 
 EXIT_USAGE = 2
@@ -34,6 +35,7 @@ def main(arguments: list[str]) -> int:
         return _refuse("usage: python -m engine --options JSON (see engine.config.EngineOptions)")
     try:
         options = msgspec.json.decode(arguments[1], type=EngineOptions)
+        logs.configure(options.log_level, options.log_format)
         from engine.device.runner import Runner  # noqa: PLC0415 torch takes seconds to load
 
         device = Runner.load(options)

@@ -61,3 +61,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tokens_step_max: int = 512
     waiting_max: int = 256
     prefix_cache: bool = True
+    log_level: str = "info"
+    log_format: str = "console"
+    """console or json."""
