@@ -1,15 +1,11 @@
 """
-Where finished spans go: the settings, and the door to the exporter.
-
-Nothing of OpenTelemetry is imported before an endpoint is configured: `telemetry.otlp` is opened from here alone.
+Where finished spans go: the settings.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 from urllib.parse import urlsplit
-
-from telemetry.spans import SpanData
 
 GRPC_PORT = 4317
 OtlpProtocol = Literal["grpc", "http/protobuf"]
@@ -66,26 +62,3 @@ def _protocol(scheme: str, port: int | None, environ: Mapping[str, str]) -> Otlp
         case "":
             return "grpc" if port == GRPC_PORT else "http/protobuf"
     raise ExportConfigError(f"the OTLP protocol {named!r} is not supported: grpc or http/protobuf")
-
-
-class SpanExport(Protocol):
-    """Takes finished trees and brings them to a collector, or counts them as lost.  Never waits, never raises."""
-
-    def submit(self, spans: Sequence[SpanData]) -> None:
-        """Hand over one tree, whole or not at all."""
-
-    def drops(self) -> dict[str, int]:
-        """Spans lost so far, by reason."""
-
-    def pending_spans(self) -> int:
-        """Spans that are neither delivered nor lost yet."""
-
-    async def stop(self, flush_s: float) -> None:
-        """Deliver what can be delivered within `flush_s`; the rest is lost and counted."""
-
-
-def open_export(to: Target, *, version: str) -> SpanExport:
-    """The way to `to`.  Only here is OpenTelemetry imported, which takes a good part of a second."""
-    from telemetry.otlp import OtlpExport  # noqa: PLC0415  see the module docstring
-
-    return OtlpExport(to, version=version)

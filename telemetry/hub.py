@@ -19,7 +19,8 @@ from typing import NamedTuple, TypeVar
 from telemetry import clock
 from telemetry.books import request_mismatches, step_mismatches
 from telemetry.complaints import Complaints
-from telemetry.export import SpanExport, open_export, target
+from telemetry.deliver import SpanExport, open_export
+from telemetry.export import target
 from telemetry.live import LiveRequest, TraceContext, accept_trace
 from telemetry.logs import dropped_lines, log_request
 from telemetry.metrics import Metrics
