@@ -42,7 +42,7 @@ def shell(model_dir: Path, vocab_size: int) -> Iterator[LiveGateway]:
         path = f"{directory}/engine.sock"
         engine = ShellEngine(path, vocab_size=vocab_size)
         engine.start()
-        gateway = LiveGateway(_options(model_dir, path))
+        gateway = LiveGateway(options_for(model_dir, path))
         gateway.start()
         yield gateway
         gateway.stop()
@@ -55,7 +55,7 @@ def _fake_pair(model_dir: Path, vocab_size: int) -> Iterator[tuple[LiveGateway, 
         path = f"{directory}/engine.sock"
         engine = FakeEngine(path, vocab_size=vocab_size, eos_id=EOS_ID)
         engine.start()
-        gateway = LiveGateway(_options(model_dir, path))
+        gateway = LiveGateway(options_for(model_dir, path))
         gateway.start()
         yield gateway, engine
         gateway.stop()
@@ -80,7 +80,7 @@ def custom(model_dir: Path, vocab_size: int, socket_path: str) -> Iterator[Custo
     def start(*, greets: bool = True, ready: bool = True, **changes: object) -> tuple[LiveGateway, FakeEngine]:
         engine = FakeEngine(socket_path, vocab_size=vocab_size, eos_id=EOS_ID, greets=greets)
         engine.start()
-        options = msgspec.structs.replace(_options(model_dir, socket_path), **changes)
+        options = msgspec.structs.replace(options_for(model_dir, socket_path), **changes)
         gateway = LiveGateway(options)
         gateway.start(ready=ready)
         started.append((gateway, engine))
@@ -92,5 +92,6 @@ def custom(model_dir: Path, vocab_size: int, socket_path: str) -> Iterator[Custo
         engine.stop()
 
 
-def _options(model_dir: Path, path: str) -> GatewayOptions:
+def options_for(model_dir: Path, path: str) -> GatewayOptions:
+    """A gateway in front of the engine that listens on `path`."""
     return GatewayOptions(model=str(model_dir), model_name=MODEL, engines=(f"unix:{path}",))

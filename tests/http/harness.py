@@ -33,8 +33,8 @@ WAIT_S = 15.0
 class RecordingHub(Hub):
     """The real hub, which also keeps what it was given."""
 
-    def __init__(self) -> None:
-        super().__init__(model=MODEL)
+    def __init__(self, otlp_endpoint: str = "") -> None:
+        super().__init__(model=MODEL, otlp_endpoint=otlp_endpoint)
         self.records: list[RequestRecord] = []
         self.change = threading.Condition()
 
@@ -51,7 +51,7 @@ class LiveGateway:
 
     def __init__(self, options: GatewayOptions) -> None:
         self.options = options
-        self.hub = RecordingHub()
+        self.hub = RecordingHub(options.otlp_endpoint)
         self.text = load(Path(options.model))
         self.application = Application(options, self.text, self.hub)
         self._listener = listen(options.host, 0)
