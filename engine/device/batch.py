@@ -18,6 +18,7 @@ from engine.plan import Slice, StepPlan
 
 QUERY_TILE = 4  # query rows of an attention call are a multiple of it: float32 products round differently below
 QUERY_ROWS_MAX = 128  # query rows of one attention tile: flash attention would take other tiles for more
+ROWS_MIN = 6  # rows of a step that cost no more than one
 KEY_SPLIT = 512  # flash attention sums over so many keys at a time
 KEY_GAP = (192, 384)  # between these, the matrix library would halve the sum over keys where it does not elsewhere
 GROUP_SLOTS_MAX = 32 * 1024  # padded keys of one group: bounds the memory of a gather
@@ -35,6 +36,7 @@ class Group:
     tile_tokens: int  # `tiles * tile_tokens >= count`
     blocks: Tensor  # [sequences * width]
     width: int  # blocks of each padded table
+    query_rows: Tensor  # [rows of a padded tile]: which row of the tile each is; padding repeats the last
     masks: dict[int, Tensor]  # window -> additive mask [sequences * tiles, 1, 1 or rows of a tile, slots]
 
 
@@ -55,8 +57,10 @@ def padded_rows(rows: int, tile: int) -> int:
     """
     The row count to compute with.
 
-    Coarser where it costs little: the matrix library builds and keeps code for each count that it meets.
+    Coarser where it costs little: the matrix library builds and keeps code for each count that it meets.  And not below
+    `ROWS_MIN`: with few rows a product only waits for the weights, and is measurably slower with one or two.
     """
+    rows = max(rows, ROWS_MIN)
     step = tile
     while step < 64 and step * 8 <= rows:
         step *= 2
@@ -181,7 +185,9 @@ class BatchBuilder:
         positions = torch.minimum(positions, lasts.reshape(-1, 1))  # rows that only pad repeat the last one
         masks = {window: self._mask(positions, width, window) for window in self._windows}
         table = torch.from_numpy(blocks.reshape(-1))
-        return Group(first_row, len(pieces), count, tiles, tile_tokens, table, width, masks)
+        tile_rows = tile_tokens * self._query_group
+        query_rows = torch.arange(-(-tile_rows // QUERY_TILE) * QUERY_TILE).clamp_(max=tile_rows - 1)
+        return Group(first_row, len(pieces), count, tiles, tile_tokens, table, width, query_rows, masks)
 
     def _mask(self, positions: Tensor, width: int, window: int) -> Tensor:
         """0 where a query row at `positions` [tiles, rows] may look, -inf elsewhere."""

@@ -26,8 +26,7 @@ class Layer:
     qk_norm: Tensor | None  # [query heads + key heads, head_dim]
     output: Linear
     post_norm: Tensor
-    gate: Linear
-    up: Linear
+    gate_up: Linear
     down: Linear
     window: int
 
@@ -65,7 +64,7 @@ class Decoder:
             kernels.rotate(heads, batch.cos, batch.sin)
             attended = kernels.attend(qkv, cache, batch, window=layer.window, kv_heads=a.kv_heads)
             x = kernels.linear(attended, layer.output, add=x)
-            gated = kernels.gated(kernels.norm(x, layer.post_norm, a.norm_epsilon), layer.gate, layer.up)
+            gated = kernels.gated(kernels.norm(x, layer.post_norm, a.norm_epsilon), layer.gate_up)
             x = kernels.linear(gated, layer.down, add=x)
         return x
 
@@ -109,6 +108,7 @@ def _load_layer(checkpoint: Checkpoint, kernels: Kernels, dtype: torch.dtype, la
         )
 
     qkv = (("self_attn.q_proj", a.query_size), ("self_attn.k_proj", a.kv_size), ("self_attn.v_proj", a.kv_size))
+    gate_up = (("mlp.gate_proj", a.intermediate), ("mlp.up_proj", a.intermediate))
     qk_norm = None
     if a.qk_norm:
         query_norm = read("self_attn.q_norm.weight", a.head_dim).expand(a.heads, -1)
@@ -120,8 +120,7 @@ def _load_layer(checkpoint: Checkpoint, kernels: Kernels, dtype: torch.dtype, la
         qk_norm=qk_norm,
         output=linear((("self_attn.o_proj", a.hidden),), a.query_size, bias=a.output_bias),
         post_norm=read("post_attention_layernorm.weight", a.hidden),
-        gate=linear((("mlp.gate_proj", a.intermediate),), a.hidden, bias=a.mlp_bias),
-        up=linear((("mlp.up_proj", a.intermediate),), a.hidden, bias=a.mlp_bias),
+        gate_up=linear(gate_up, a.hidden, bias=a.mlp_bias),
         down=linear((("mlp.down_proj", a.hidden),), a.intermediate, bias=a.mlp_bias),
         window=a.windows[layer],
     )

@@ -75,8 +75,7 @@ def test_gated(name: str, dtype: torch.dtype, biased: bool, monkeypatch: pytest.
     gate, up = torch.randn(2, 72, 40).mul(0.3).to(dtype).unbind(0)
     biases = torch.randn(2, 72).to(dtype).unbind(0)
     with torch.inference_mode():
-        prepared = [kernels.prepare(w, b if biased else None) for w, b in zip((gate, up), biases, strict=True)]
-        found = kernels.gated(x, *prepared)
+        found = kernels.gated(x, kernels.prepare(torch.cat((gate, up)), torch.cat(biases) if biased else None))
     gates = _exact(x) @ _exact(gate).T + (_exact(biases[0]) if biased else 0)
     ups = _exact(x) @ _exact(up).T + (_exact(biases[1]) if biased else 0)
     _close(found, gates / (1 + np.exp(-gates)) * ups, dtype)

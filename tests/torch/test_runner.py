@@ -164,7 +164,7 @@ def test_padding_rules() -> None:
     for tile in (2, 4, 16):
         for rows in range(1, 700):
             padded = padded_rows(rows, tile)
-            assert padded % tile == 0 and rows <= padded < rows + max(tile, rows / 4 + 1)
+            assert padded % tile == 0 and rows <= padded < max(rows, 6) + max(tile, rows / 4 + 1)
     assert [padded_slots(slots, coarse=False) for slots in (16, 192, 208, 384, 400, 512, 528, 720)] == [
         16, 192, 384, 384, 400, 512, 528, 896,
     ]  # fmt: skip

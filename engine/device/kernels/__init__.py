@@ -40,8 +40,8 @@ class Kernels(Protocol):
         """`x @ weight.T + bias + add`: [rows, in] -> [rows, out]."""
         ...
 
-    def gated(self, x: Tensor, gate: Linear, up: Linear) -> Tensor:
-        """`silu(gate(x)) * up(x)`."""
+    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """`silu(gate) * up`, where (gate, up) are the halves of `gate_up(x)`."""
         ...
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

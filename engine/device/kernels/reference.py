@@ -28,10 +28,10 @@ class ReferenceKernels:
             y = y + add.float()
         return y.to(x.dtype)
 
-    def gated(self, x: Tensor, gate: Linear, up: Linear) -> Tensor:
+    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
         """SiLU: z * sigmoid(z)."""
-        gates = self.linear(x.float(), gate)
-        return (gates / (1 + torch.exp(-gates)) * self.linear(x.float(), up)).to(x.dtype)
+        gates, ups = self.linear(x.float(), gate_up).chunk(2, -1)
+        return (gates / (1 + torch.exp(-gates)) * ups).to(x.dtype)
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Divide by the root of the mean square."""

@@ -7,6 +7,8 @@ measured again on the user's machine by `engine.device.probe`.  No vectorized tr
 where it lies.  Inside oneDNN and flash attention they run per row.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,7 @@ from engine.device.batch import QUERY_TILE, Batch, Group
 from engine.device.kernels import Linear
 
 _PACK_ROWS = 16  # a hint for the packed layout, not a limit
+_GRAIN = 32768  # elements below which torch leaves an operation to one thread
 
 
 class TorchFastKernels:
@@ -36,33 +39,37 @@ class TorchFastKernels:
             y = F.linear(x, linear.weight, linear.bias)
             return y if add is None else y + add
         if add is None:
-            return _product(x, linear, "none")
-        return _product_with(x, add, linear, "add")
+            return _product(x, linear)
+        return _product_with_sum(x, add, linear)
 
-    def gated(self, x: Tensor, gate: Linear, up: Linear) -> Tensor:
-        """Two calls: SiLU and the product are made on the float32 accumulators."""
-        if not self._packs:
-            return _silu(F.linear(x, gate.weight, gate.bias)) * F.linear(x, up.weight, up.bias)
-        return _product_with(x, _product(x, gate, "swish"), up, "mul")
+    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """One product for both; SiLU runs over spans of whole rows, see `_spans`."""
+        both = self.linear(x, gate_up)
+        rows, columns = both.shape[0], both.shape[1] // 2
+        gate, up = both.split(columns, 1)
+        out = torch.empty(rows, columns, dtype=x.dtype)
+        for start, stop in _spans(rows, columns, torch.get_num_threads()):
+            torch.ops.aten.silu.out(gate[start:stop], out=out[start:stop])
+        return out.mul_(up)
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """One reduction per row; the rest is single, exactly rounded operations."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = length.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
-        return torch.mul(x, scale, out=torch.empty_like(x)).mul_(weight)
+        return torch.mul(x.float(), scale).mul_(weight).to(x.dtype)
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Products and a sum, each rounded on its own: a fused multiply-add would depend on the row's place."""
-        turned = torch.roll(heads, heads.shape[-1] // 2, -1) * sin
-        torch.add(heads * cos, turned, out=heads)
+        exact = heads.float()
+        turned = torch.roll(exact, heads.shape[-1] // 2, -1).mul_(sin)
+        heads.copy_(torch.mul(exact, cos).add_(turned))
 
     def attend(self, qkv: Tensor, cache: Tensor, batch: Batch, *, window: int, kv_heads: int) -> Tensor:
         """One index_copy for keys and values together, one gather and one fused call per group."""
         blocks, slots, _, _, head_dim = cache.shape
         query_size = qkv.shape[1] - 2 * kv_heads * head_dim
         cache.view(blocks * slots, -1).index_copy_(0, batch.slots, qkv[: batch.rows, query_size:])
-        out = torch.empty(qkv.shape[0], query_size, dtype=qkv.dtype)
-        out[batch.rows :] = 0
+        out = torch.zeros(qkv.shape[0], query_size, dtype=qkv.dtype)
         for group in batch.groups:
             rows = slice(group.first_row, group.first_row + group.sequences * group.count)
             _attend_group(qkv[rows, :query_size], cache, group, group.masks[window], out[rows])
@@ -76,19 +83,30 @@ def packs(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _product(x: Tensor, linear: Linear, activation: str) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, linear.weight, linear.bias, activation, [], "")
+def _product(x: Tensor, linear: Linear) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, linear.weight, linear.bias, "none", [], "")
     return y
 
 
-def _product_with(x: Tensor, other: Tensor, linear: Linear, operation: str) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, linear.weight, linear.bias, operation)
+def _product_with_sum(x: Tensor, add: Tensor, linear: Linear) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, add, linear.weight, linear.bias, "add")
     return y
 
 
-def _silu(x: Tensor) -> Tensor:
-    """SiLU whose exponential is a softmax of two numbers: per row, without a scalar tail."""
-    return x * torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
+def _spans(rows: int, columns: int, threads: int) -> Iterator[tuple[int, int]]:
+    """
+    Cut rows into spans that torch's threads divide between them at the ends of rows.
+
+    torch gives each thread an equal share of the elements.  A share that begins inside a row has its vectors elsewhere
+    in that row, and a scalar tail where another share has none: the row would depend on the number of its neighbours.
+    """
+    start = 0
+    while start < rows:
+        count = rows - start
+        while count % (shares := max(1, min(threads, -(-count * columns // _GRAIN)))):
+            count -= count % shares
+        yield start, start + count
+        start += count
 
 
 def _attend_group(queries: Tensor, cache: Tensor, group: Group, mask: Tensor, out: Tensor) -> None:
@@ -99,14 +117,14 @@ def _attend_group(queries: Tensor, cache: Tensor, group: Group, mask: Tensor, ou
     if group.tiles > 1:  # one sequence, all of whose tiles look at the same keys
         pairs = pairs.expand(n, -1, -1, -1, -1)
         queries = F.pad(queries, (0, 0, 0, n * t - group.count))
-    keys, values = pairs[:, :, 0].transpose(1, 2), pairs[:, :, 1].transpose(1, 2)
+    keys, values = pairs.permute(2, 0, 3, 1, 4).unbind(0)
     folded = queries.view(n, t, kv_heads, -1, head_dim).transpose(1, 2).reshape(n, kv_heads, -1, head_dim)
     rows = folded.shape[2]
     if rows % QUERY_TILE:
-        folded = F.pad(folded, (0, 0, 0, QUERY_TILE - rows % QUERY_TILE))
-    attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)[:, :, :rows]
+        folded = folded.index_select(2, group.query_rows)
+    attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask).narrow(2, 0, rows)
+    if t == 1:
+        out.view(n, kv_heads, -1, head_dim).copy_(attended)
+        return
     unfolded = attended.reshape(n, kv_heads, t, -1, head_dim).transpose(1, 2)
-    if group.tiles > 1:
-        out.copy_(unfolded.reshape(n * t, -1)[: group.count])
-    else:
-        out.view(n, t, kv_heads, -1, head_dim).copy_(unfolded)
+    out.copy_(unfolded.reshape(n * t, -1)[: len(out)])
