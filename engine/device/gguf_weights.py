@@ -43,6 +43,19 @@ _BROKEN = (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError, 
 """What the reader raises on a file that is cut off or overwritten; it promises nothing narrower."""
 
 
+class _Reader(GGUFReader):
+    """The package's reader on a plain array: a memory map is slow to slice, and a vocabulary is 100,000 slices."""
+
+    @property  # type: ignore[override]  # the parent's is an attribute, and says memmap
+    def data(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """The file's bytes, still mapped."""
+        return self._data
+
+    @data.setter
+    def data(self, mapped: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        self._data = np.asarray(mapped)
+
+
 class GgufSource:
     """The tensors of one GGUF file."""
 
@@ -78,7 +91,7 @@ class GgufSource:
 def open_gguf(path: Path) -> tuple[Architecture, tuple[int, ...], GgufSource]:
     """Architecture, end-of-sequence ids and tensors of a GGUF file.  Raises ModelError."""
     try:
-        reader = GGUFReader(path)
+        reader = _Reader(path)
         metadata = _Metadata(reader)
         architecture = _architecture(metadata, reader).checked()
         eos_ids = metadata.token_ids("eos_token_id", "eot_token_id", "eom_token_id")

@@ -22,17 +22,17 @@ class KvCache:
     def __init__(self, architecture: Architecture, *, layers: int, blocks_max: int, dtype: torch.dtype) -> None:
         assert blocks_max > 0 and layers > 0
         self.blocks_max = blocks_max
-        self._shape = (layers, blocks_max, BLOCK_SLOTS, 2, architecture.kv_heads, architecture.head_dim)
-        self._dtype = dtype
-        self.reset()
+        shape = (layers, blocks_max, BLOCK_SLOTS, 2, architecture.kv_heads, architecture.head_dim)
+        try:
+            self._all = torch.zeros(shape, dtype=dtype)  # touched now, so that memory cannot run out later
+        except RuntimeError as error:
+            raise MemoryShort("the KV cache does not fit into memory: choose a smaller --kv-memory") from error
+        self.layers: tuple[Tensor, ...] = self._all.unbind(0)
 
     def reset(self) -> None:
         """Forget everything."""
-        self.layers: tuple[Tensor, ...] = ()  # give the old memory back before asking for the new
-        try:
-            self.layers = torch.zeros(self._shape, dtype=self._dtype).unbind(0)
-        except RuntimeError as error:
-            raise MemoryShort("the KV cache does not fit into memory: choose a smaller --kv-memory") from error
+        with torch.inference_mode():
+            self._all.zero_()
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Replace what is no number in `blocks`, whose next owner would otherwise read it behind its mask."""

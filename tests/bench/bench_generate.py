@@ -67,7 +67,7 @@ def ours(runner: Runner, prompts: list[tuple[int, ...]], output_tokens: int) -> 
     return Timing(time.perf_counter() - started, first_s)
 
 
-def theirs(model: transformers.PreTrainedModel, prompts: list[tuple[int, ...]], output_tokens: int) -> Timing:
+def theirs(model: transformers.GenerationMixin, prompts: list[tuple[int, ...]], output_tokens: int) -> Timing:
     """One batched `generate`."""
     ids = torch.tensor(prompts)
 
@@ -89,7 +89,7 @@ def theirs(model: transformers.PreTrainedModel, prompts: list[tuple[int, ...]], 
         return Timing(generate(output_tokens), first_s)
 
 
-def measure(arguments: argparse.Namespace, runner: Runner, model: transformers.PreTrainedModel) -> None:
+def measure(arguments: argparse.Namespace, runner: Runner, model: transformers.GenerationMixin) -> None:
     """Print one line per number of streams."""
     count, dice = arguments.output_tokens, random.Random(arguments.seed)
     single_rate = 0.0
@@ -116,11 +116,12 @@ def measure(arguments: argparse.Namespace, runner: Runner, model: transformers.P
         )
 
 
-def _load_theirs(path: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
+def _load_theirs(path: Path, dtype: torch.dtype) -> transformers.GenerationMixin:
     where, kind = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
-    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **kind)
+    model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **kind)
     model.eval()
-    return model
+    generator: transformers.GenerationMixin = model
+    return generator
 
 
 def _processor() -> str:
@@ -146,7 +147,8 @@ def main() -> None:
     )
     runner = Runner.load(options)
     model = _load_theirs(arguments.model, dtype)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout  # none outside a clone
     print(
         f"commit {commit.strip()}   processor {_processor()}, {torch.get_num_threads()} threads   seed {arguments.seed}"
     )
