@@ -2,6 +2,8 @@
 One contract for all kernels: the formulas, in numpy and float64, over seeded shapes, ragged lengths and edge cases.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from engine.device.architecture import Rope
 from engine.device.batch import Batch, BatchBuilder
 from engine.device.kernels import Kernels
 from engine.device.kernels.reference import ReferenceKernels
-from engine.device.kernels.torch_fast import TorchFastKernels
+from engine.device.kernels.torch_fast import TorchFastKernels, _spans
 from engine.device.rope import RopeTable
 from engine.plan import Slice, StepPlan
 from tests.torch.tiny import table
@@ -142,7 +144,7 @@ def _builder(dtype: torch.dtype, windows: frozenset[int], *, coarse_keys: bool =
 
 
 def _plan(lengths: tuple[tuple[int, int], ...]) -> StepPlan:
-    pieces, block = [], 0
+    pieces, block = [], 1  # block 0 is nobody's
     for number, (start, count) in enumerate(lengths):
         blocks = table(block, start + count)
         block += len(blocks)
@@ -210,3 +212,57 @@ def test_poison_in_anothers_block_is_not_touched(name: str, monkeypatch: pytest.
     with torch.inference_mode():
         out = kernels.attend(qkv, cache, batch, window=0, kv_heads=KV_HEADS)
     assert torch.isfinite(out[: batch.rows]).all()
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    """A number of threads that divides no usual tensor evenly."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [1000, 33000])
+@pytest.mark.usefixtures("three_threads")
+def test_a_row_has_the_same_bits_among_others(dtype: torch.dtype, inner: int) -> None:
+    """Large enough that torch divides the work among threads."""
+    kernels = TorchFastKernels(dtype)
+    torch.manual_seed(8)
+    rows, columns = (256, 200) if inner < 10000 else (70, 24)
+    x, add = torch.randn(rows, columns).to(dtype), torch.randn(rows, 96).to(dtype)
+    head_dim = columns // 4
+    cos, sin = RopeTable(Rope(), head_dim=head_dim, context_max=rows).rows(torch.arange(rows))
+    with torch.inference_mode():
+        gate_up = kernels.prepare((torch.randn(2 * inner, columns) * 0.2).to(dtype), None)
+        linear = kernels.prepare(torch.randn(96, columns).to(dtype), None)
+        weight = torch.randn(columns).to(dtype)
+
+        def all_of(part: slice) -> tuple[Tensor, ...]:
+            heads = x[part].clone().view(-1, 4, head_dim)
+            kernels.rotate(heads, cos[part], sin[part])
+            one = x[part].contiguous()
+            return (
+                kernels.linear(one, linear, add=add[part].contiguous()),
+                kernels.gated(one, gate_up),
+                kernels.norm(one, weight, 1e-5),
+                heads,
+            )
+
+        expected = all_of(slice(0, rows))
+        for start, stop in ((0, 6), (10, 18), (3, 67), (rows - 34, rows), (0, rows - 2), (2, rows)):
+            for found, whole in zip(all_of(slice(start, stop)), expected, strict=True):
+                assert torch.equal(found, whole[start:stop]), (start, stop)
+
+
+def test_spans_give_each_thread_whole_rows() -> None:
+    for threads in (1, 2, 3, 7, 64):
+        for columns in (1, 96, 1536, 14336, 16384):
+            for rows in (1, 2, 6, 34, 128, 511, 512):
+                spans = list(_spans(rows, columns, threads))
+                assert [row for start, stop in spans for row in range(start, stop)] == list(range(rows))
+                for start, stop in spans:
+                    count = stop - start
+                    shares = min(threads, -(-count * columns // 32768))
+                    assert count % max(1, shares) == 0

@@ -18,6 +18,7 @@ from engine.device.kernels import Linear
 
 _PACK_ROWS = 16  # a hint for the packed layout, not a limit
 _GRAIN = 32768  # elements below which torch leaves an operation to one thread
+_SPAN_COLUMNS = _GRAIN // 2  # so a row has one share, two rows have at most two, and so on
 
 
 class TorchFastKernels:
@@ -48,8 +49,10 @@ class TorchFastKernels:
         rows, columns = both.shape[0], both.shape[1] // 2
         gate, up = both.split(columns, 1)
         out = torch.empty(rows, columns, dtype=x.dtype)
-        for start, stop in _spans(rows, columns, torch.get_num_threads()):
-            torch.ops.aten.silu.out(gate[start:stop], out=out[start:stop])
+        for left in range(0, columns, _SPAN_COLUMNS):
+            part = slice(left, left + _SPAN_COLUMNS)
+            for start, stop in _spans(rows, min(columns, _SPAN_COLUMNS), torch.get_num_threads()):
+                torch.ops.aten.silu.out(gate[start:stop, part], out=out[start:stop, part])
         return out.mul_(up)
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -100,6 +103,7 @@ def _spans(rows: int, columns: int, threads: int) -> Iterator[tuple[int, int]]:
     torch gives each thread an equal share of the elements.  A share that begins inside a row has its vectors elsewhere
     in that row, and a scalar tail where another share has none: the row would depend on the number of its neighbours.
     """
+    assert columns <= _SPAN_COLUMNS, "a single row would be shared"
     start = 0
     while start < rows:
         count = rows - start
