@@ -4,6 +4,7 @@
 Exit codes: 0 after SIGTERM or SIGINT, 2 after one line on stderr for what the person who started it can mend.
 """
 
+import os
 import secrets
 import signal
 import sys
@@ -23,6 +24,12 @@ from telemetry import logs
 from telemetry.clock import CLOCK_ID
 
 EXIT_USAGE = 2
+SPIN_COUNT = "2000"
+"""
+How long libgomp's threads spin at a barrier before they sleep.  Its own default is a hundred times as long.  On an idle
+machine that is worth some percent; but a step has hundreds of barriers, and with one busy neighbour on two cores (a
+gateway, say) each of them waits for the kernel's scheduler then, and a step takes twenty times as long.
+"""
 
 log = structlog.get_logger("engine")
 
@@ -36,6 +43,7 @@ def main(arguments: list[str]) -> int:
     try:
         options = msgspec.json.decode(arguments[1], type=EngineOptions)
         logs.configure(options.log_level, options.log_format)
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
         from engine.device.runner import Runner  # noqa: PLC0415 torch takes seconds to load
 
         device = Runner.load(options)
