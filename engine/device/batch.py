@@ -22,7 +22,7 @@ ROWS_MIN = 6  # rows of a step that cost no more than one
 KEY_SPLIT = 512  # flash attention sums over so many keys at a time
 KEY_GAP = (192, 384)  # between these, the matrix library would halve the sum over keys where it does not elsewhere
 GROUP_SLOTS_MAX = 32 * 1024  # padded keys of one group: bounds the memory of a gather
-GROUP_FILL_MIN = 0.75  # a sequence joins a group if it fills so much of its padded block table
+GROUP_FILL_MIN = 0.75  # a sequence joins a group if it would need so much of that width by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class BatchBuilder:
         return (
             count == len(piece.tokens)
             and count * self._query_group <= QUERY_ROWS_MAX
-            and self._blocks_used(piece) >= GROUP_FILL_MIN * width - 1
+            and self._width(piece) >= GROUP_FILL_MIN * width - 1
             and (members + 1) * width * self._block_slots <= GROUP_SLOTS_MAX
         )
 

@@ -160,6 +160,15 @@ def test_broken_plan_is_our_bug(runner: Runner, name: str) -> None:
         runner.run(StepPlan(step_id=1, slices=BROKEN[name]))
 
 
+def test_equal_work_is_one_group(runner: Runner) -> None:
+    """Attention calls are what a step of many sequences is made of; a group that falls apart costs a multiple."""
+    for length in (1, 16, 17, 180, 200, 330, 500, 700):
+        lengths = [length - min(i, length - 1) for i in range(4)]
+        pieces = [Slice(sequence=i, start=n - 1, tokens=(1,), blocks=table(44 * i, n)) for i, n in enumerate(lengths)]
+        batch = runner._builder.build(StepPlan(step_id=1, slices=tuple(pieces)))
+        assert len(batch.groups) == 1, length
+
+
 def test_padding_rules() -> None:
     for tile in (2, 4, 16):
         for rows in range(1, 700):
