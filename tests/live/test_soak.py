@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.live.conftest import Appliance
 from tests.live.test_appliance import held, ledgers, model_of, wait_for
@@ -69,6 +70,7 @@ async def play(appliance: Appliance, first: int, count: int, model: str) -> list
     return outcomes
 
 
+@pytest.mark.timeout(480)  # Two thousand answers of a real model.
 def test_nothing_is_left_behind(appliance: Appliance) -> None:
     model = model_of(appliance)
     children = appliance.children()
