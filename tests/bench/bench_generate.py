@@ -27,6 +27,7 @@ from engine.config import EngineOptions, SchedulerConfig
 from engine.device.machine import choose_dtype
 from engine.device.runner import Runner
 from engine.scheduler import Scheduler
+from tests.torch.oracle import model_from_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,13 +68,14 @@ def ours(runner: Runner, prompts: list[tuple[int, ...]], output_tokens: int) -> 
     return Timing(time.perf_counter() - started, first_s)
 
 
-def theirs(model: transformers.GenerationMixin, prompts: list[tuple[int, ...]], output_tokens: int) -> Timing:
+def theirs(model: transformers.PreTrainedModel, prompts: list[tuple[int, ...]], output_tokens: int) -> Timing:
     """One batched `generate`."""
     ids = torch.tensor(prompts)
 
     def generate(count: int) -> float:
         started = time.perf_counter()
-        model.generate(
+        transformers.GenerationMixin.generate(
+            model,
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=count,
@@ -89,7 +91,7 @@ def theirs(model: transformers.GenerationMixin, prompts: list[tuple[int, ...]], 
         return Timing(generate(output_tokens), first_s)
 
 
-def measure(arguments: argparse.Namespace, runner: Runner, model: transformers.GenerationMixin) -> None:
+def measure(arguments: argparse.Namespace, runner: Runner, model: transformers.PreTrainedModel) -> None:
     """Print one line per number of streams."""
     count, dice = arguments.output_tokens, random.Random(arguments.seed)
     single_rate = 0.0
@@ -116,12 +118,12 @@ def measure(arguments: argparse.Namespace, runner: Runner, model: transformers.G
         )
 
 
-def _load_theirs(path: Path, dtype: torch.dtype) -> transformers.GenerationMixin:
-    where, kind = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
-    model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **kind)
+def _load_theirs(path: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    if path.is_file():
+        return model_from_gguf(path, dtype)
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model.eval()
-    generator: transformers.GenerationMixin = model
-    return generator
+    return model
 
 
 def _processor() -> str:

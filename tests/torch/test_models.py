@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from tests.torch.oracle import model_from_gguf
 from tests.torch.tiny import generate, generate_all, load, logits
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns about itself
@@ -154,9 +155,7 @@ def test_default_model_writes_what_transformers_writes(gguf_file: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
     prompts: list[list[int]] = [tokenizer(text).input_ids for text in PROMPTS]
     answers = generate_all(load(gguf_file, kv_memory_bytes=64 << 20, context_max=128), prompts, 64)
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32
-    ).eval()
+    oracle = model_from_gguf(gguf_file, torch.float32)
     for text, prompt, answer in zip(PROMPTS, prompts, answers, strict=True):
         with torch.no_grad():
             best = oracle(torch.tensor([prompt + answer])).logits[0].argmax(-1)
