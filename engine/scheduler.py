@@ -236,7 +236,8 @@ class Scheduler:
                 reason = "queue_token_budget"
             elif any(one.bypassed >= self.config.bypass_max for one in passed):
                 reason = "queue_fairness"
-            elif not self._enter(sequence, budget, counts, now_ns):
+            elif len(passed) > self.config.bypass_max or not self._enter(sequence, budget, counts, now_ns):
+                # Of a long queue only so many are tried in a step: each try looks at the whole batch.
                 reason = "queue_kv_full"
                 passed.append(sequence)
             if reason:

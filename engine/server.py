@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from engine.api import (
     Abort,
@@ -29,11 +30,15 @@ from engine.api import (
     encode,
 )
 from engine.scheduler import merged
-from telemetry.records import StepRecord
+from telemetry.records import RequestRecord, StepRecord
 
 RECEIVE_BYTES = 1 << 18
 STEPS_BACKLOG_MAX = 256
+FRAME_WEIGHT_MAX = 500_000  # numbers of at most 9 bytes in one frame; one delta more than that still fits
 CONNECTIONS_MAX = 64
+
+
+log = structlog.get_logger("engine")
 
 
 class ListenError(Exception):
@@ -49,6 +54,7 @@ class Connection:
         self.requests: set[str] = set()  # only ever asked for membership
         self._out = bytearray()
         self._steps: deque[StepRecord] = deque()
+        self._records: list[RequestRecord] = []
         self._deltas: list[Delta] = []
 
     @property
@@ -57,13 +63,20 @@ class Connection:
         return bool(self._out or self._steps or self._deltas)
 
     def post(self, frame: StepFrame) -> None:
-        """Queue one frame behind what is still unsent.  What a slow reader missed is merged, finished ones are kept."""
+        """
+        Queue one frame behind what is still unsent.
+
+        What a slow reader missed is merged: the newest steps are kept, and the records of its own requests, which are
+        as many as it has unread ends.
+        """
         self._deltas = list(merged([*self._deltas, *frame.deltas]))
-        if frame.step is not None:
-            self._steps.append(frame.step)
+        if frame.step is None:
+            return
+        ended = {delta.request_id for delta in frame.deltas if delta.finish is not None}
+        self._records += [record for record in frame.step.finished if record.request_id in ended]
+        self._steps.append(msgspec.structs.replace(frame.step, finished=()) if frame.step.finished else frame.step)
         if len(self._steps) > STEPS_BACKLOG_MAX:
-            lost, after = self._steps.popleft(), self._steps.popleft()
-            self._steps.appendleft(msgspec.structs.replace(after, finished=(*lost.finished, *after.finished)))
+            self._steps.popleft()
 
     def greet(self, hello: bytes) -> None:
         """The first frame."""
@@ -81,12 +94,31 @@ class Connection:
             del self._out[:sent]
 
     def _pack(self) -> None:
-        # A request's record goes out no later than the delta that ends it: records first, all deltas with the last.
-        while len(self._steps) > 1:
-            self._out += encode(StepFrame(step=self._steps.popleft()))
-        step = self._steps.popleft() if self._steps else None
-        self._out += encode(StepFrame(deltas=tuple(self._deltas), step=step))
-        self._deltas = []
+        # A request's record goes out no later than the delta that ends it: the oldest step carries all records, deltas
+        # follow with the newest one, in as many frames as their size asks for.
+        records, self._records = tuple(self._records), []
+        while self._steps:
+            step = msgspec.structs.replace(self._steps.popleft(), finished=records)
+            records = ()
+            last = not self._steps
+            deltas = self._some_deltas() if last else ()
+            self._out += encode(StepFrame(deltas=deltas, step=step))
+        while self._deltas:
+            self._out += encode(StepFrame(deltas=self._some_deltas()))
+
+    def _some_deltas(self) -> tuple[Delta, ...]:
+        """As many unread deltas as fit well into one frame."""
+        weight, count = 0, 0
+        while count < len(self._deltas) and weight < FRAME_WEIGHT_MAX:
+            weight += weight_of(self._deltas[count])
+            count += 1
+        some, self._deltas = tuple(self._deltas[:count]), self._deltas[count:]
+        return some
+
+
+def weight_of(delta: Delta) -> int:
+    """About how many numbers a delta holds."""
+    return 1 + len(delta.tokens) + sum(2 + 2 * len(one.top) for one in delta.logprobs)
 
 
 class Server:
@@ -158,7 +190,11 @@ class Server:
         self._woken.close()
 
     def _accept(self) -> None:
-        peer, _ = self._listener.accept()
+        try:
+            peer, _ = self._listener.accept()
+        except OSError as error:  # No descriptors left, or it has hung up already: those who are here matter more.
+            log.warning("accept_failed", error=str(error))
+            return
         if len(self._connections) >= CONNECTIONS_MAX:
             peer.close()
             return
@@ -198,15 +234,19 @@ class Server:
         return [message]
 
     def _turn_away(self, connection: Connection, request_id: str) -> None:
+        """An id that is in flight already: the first one goes on undisturbed."""
         if request_id in connection.requests:
-            raise FrameError(f"{request_id} is in flight already on this connection")
+            log.warning(
+                "request_id_twice", request_id=request_id
+            )  # Its gateway mixes them up; a refusal would hit both.
+            return
         fault = Fault("invalid_value", f"A request with the id {request_id} is in flight already.", "request_id")
         connection.post(StepFrame(deltas=(Delta(request_id, finish=Finish("refused", Usage(), fault=fault)),)))
 
     def _flush(self, connection: Connection) -> list[Message]:
         try:
             connection.flush()
-        except OSError:
+        except (OSError, FrameError):
             return self._drop(connection)
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         if self._selector.get_key(connection.peer).events != wanted:

@@ -63,13 +63,15 @@ def plan(
         raise errors.invalid(f"Prompts times choices must not be over {SEQUENCES_MAX}.", "n")
     seed = asked.seed if asked.seed is not None else secrets.randbits(63)
     stop_ids = _stop_ids(asked, hello, text)
+    # A client may choose its request id, and send it again at once, but never a name in the engine.
+    names = f"{exchange.request_id}#{secrets.token_hex(4)}"
     messages: list[GenerateRequest] = []
     for prompt in prompts:
         tokens_max = _tokens_max(asked, len(prompt), hello.context_max)
         for choice in range(choices):
             number = len(messages)
             message = GenerateRequest(
-                request_id=exchange.request_id if count == 1 else f"{exchange.request_id}-{number}",
+                request_id=f"{names}-{number}",
                 prompt=tuple(prompt),
                 sampling=_sampling(asked, derived_seed(seed, choice), hello.vocab_size),
                 tokens_max=tokens_max,

@@ -20,6 +20,7 @@ from engine.api import (
     Message,
     Sampling,
     StepFrame,
+    TokenLogprobs,
     Usage,
     decode_frame,
     encode,
@@ -191,6 +192,51 @@ def test_a_gateway_that_does_not_read_costs_bounded_memory_and_loses_nothing(ser
     writer.join()
     assert tokens == list(range(1, rounds + 1))
     assert sorted(recorded) == ["a", "b"] == sorted(ended)
+
+
+def test_an_id_that_its_own_gateway_sends_twice_leaves_the_first_one_alone(server: Server, connect: Connect) -> None:
+    gateway = connect()
+    gateway.send(request("a"), request("a"), request("b"))
+    assert server.poll(5) == [request("a"), request("b")]
+    server.publish(StepFrame(deltas=(Delta("a", (1,), finish=Finish("length", Usage())),)))
+    assert gateway.next() == StepFrame(deltas=(Delta("a", (1,), finish=Finish("length", Usage())),))
+
+
+def test_a_gateway_gets_the_records_of_its_own_requests_only(server: Server, connect: Connect) -> None:
+    one, two = connect(), connect()
+    one.send(request("a"))
+    two.send(request("b"))
+    while len(server._owner) < 2:
+        server.poll(5)
+    ends = tuple(Delta(name, finish=Finish("length", Usage())) for name in ("a", "b"))
+    server.publish(StepFrame(deltas=ends, step=step(1, "a", "b")))
+    for gateway, name in ((one, "a"), (two, "b")):
+        assert gateway.next() == StepFrame(deltas=ends[name == "b" :][:1], step=step(1, name))
+
+
+def test_what_does_not_fit_into_one_frame_comes_in_several(server: Server, connect: Connect) -> None:
+    slow = connect()
+    names = [f"r{index}" for index in range(40)]
+    slow.send(*(request(name) for name in names))
+    while len(server._owner) < len(names):
+        server.poll(5)
+    logprobs = (TokenLogprobs(-1.5, tuple((1 << 20, -1.5) for _ in range(20))),)
+    news = tuple(Delta(name, (1 << 20,) * 4000, logprobs * 4000, Finish("length", Usage())) for name in names)
+    stop = threading.Event()
+    server.publish(StepFrame(deltas=news, step=step(1, *names)))
+    writer = threading.Thread(target=lambda: [server.poll(0.01) for _ in iter(stop.is_set, True)])
+    writer.start()
+    ended: list[str] = []
+    frames = 0
+    while len(ended) < len(names):
+        frame = slow.next()
+        assert isinstance(frame, StepFrame)
+        frames += 1
+        ended += [delta.request_id for delta in frame.deltas if delta.finish]
+    stop.set()
+    writer.join()
+    assert ended == names
+    assert frames > 1
 
 
 def test_a_wake_up_ends_a_wait(server: Server) -> None:

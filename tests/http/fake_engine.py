@@ -12,6 +12,7 @@ All other engine behaviour is tested against the real engine shell.  It keeps a 
 """
 
 import asyncio
+import re
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -175,10 +176,11 @@ class FakeEngine:
         """Until so many requests have come."""
         self._wait(lambda: len(self.requests) >= count)
 
-    def wait_for_abort(self, request_id: str) -> int:
-        """When the abort of this request came."""
-        self._wait(lambda: any(name == request_id for name, _ in self.aborts))
-        return next(at_ns for name, at_ns in self.aborts if name == request_id)
+    def wait_for_abort(self, request_id: str, number: int = 0) -> int:
+        """When the abort of this request's sequence `number` came."""
+        name = re.compile(re.escape(request_id) + rf"#[0-9a-f]{{8}}-{number}")
+        self._wait(lambda: any(name.fullmatch(aborted) for aborted, _ in self.aborts))
+        return next(at_ns for aborted, at_ns in self.aborts if name.fullmatch(aborted))
 
     def _wait(self, true: Callable[[], bool]) -> None:
         with self._change:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,10 +14,10 @@ import pytest
 
 from engine.api import Fault, FinishReason
 from gateway.wire import Json
-from tests.http.conftest import Custom
+from tests.http.conftest import Custom, options_for
 from tests.http.fake_engine import FakeEngine, Job
 from tests.http.golden import check_golden
-from tests.http.harness import WAIT_S, LiveGateway
+from tests.http.harness import WAIT_S, LiveGateway, ShellEngine
 
 Pair = tuple[LiveGateway, FakeEngine]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
@@ -318,27 +319,20 @@ class TestEngineSaysNo:
         answer = gateway.client.post(URL, json={**CHAT, "n": 3})
         error_of(answer, 500, "server_error", "internal_error")
         request_id = answer.headers["x-request-id"]
-        assert {engine.wait_for_abort(f"{request_id}-{index}") > 0 for index in (0, 2)} == {True}
+        assert {engine.wait_for_abort(request_id, index) > 0 for index in (0, 2)} == {True}
         assert gateway.record(request_id).outcome == "failed"
 
-    def test_the_queue_of_the_real_engine_is_bounded(self, shell: LiveGateway) -> None:
-        answers: list[httpx.Response] = []
-        lock = threading.Lock()
-
-        def ask() -> None:
-            body = {"model": "tiny", "prompt": ["a b c"] * 16, "n": 8, "max_tokens": 100, "ignore_eos": True}
-            answer = httpx.post(shell.url + "/v1/completions", json=body, timeout=30)
-            with lock:
-                answers.append(answer)
-
-        threads = [threading.Thread(target=ask) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for answer in answers:  # 128 sequences each, 16 in the batch and 64 in the queue
-            error_of(answer, 503, "server_error", "overloaded")
-        assert shell.client.post(URL, json=CHAT).status_code == 200
+    def test_the_queue_of_the_real_engine_is_bounded(self, model_dir: Path, vocab_size: int, socket_path: str) -> None:
+        engine = ShellEngine(socket_path, vocab_size=vocab_size, step_delay_s=0.1)  # slower than we send
+        engine.start()
+        gateway = LiveGateway(options_for(model_dir, socket_path))
+        gateway.start()
+        body = {"model": "tiny", "prompt": ["a b c"] * 16, "n": 8, "max_tokens": 50, "ignore_eos": True}
+        answer = gateway.client.post("/v1/completions", json=body)
+        error_of(answer, 503, "server_error", "overloaded")  # 128 sequences: 16 in the batch and 64 in the queue
+        assert gateway.client.post(URL, json={**CHAT, "max_tokens": 2}).status_code == 200
+        gateway.stop()
+        engine.stop()
 
 
 class TestCors:
