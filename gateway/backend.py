@@ -159,8 +159,9 @@ class Replica:
         self._watcher = watcher
         self._silence_max_s = silence_max_s
         self._writer: asyncio.StreamWriter | None = None
-        self._heard_ns = 0
-        self._busy_since_ns = 0
+        self._owes_since_ns = 0
+        """Since when the engine owes us a frame; 0: it does not.  Only a frame or the end of the connection clears it:
+        that we gave up on a call makes no engine well."""
         self._backoff_s = BACKOFF_MIN_S
 
     @property
@@ -169,10 +170,8 @@ class Replica:
         return sum(call.finish is None for call in self.calls.values())
 
     def silent_s(self, now_ns: int) -> float:
-        """How long nothing has come although there is work; 0 without work."""
-        if not self.working:
-            return 0.0
-        return max(0.0, (now_ns - max(self._heard_ns, self._busy_since_ns)) / 1e9)
+        """How long nothing has come although it was given work; 0 where it has answered all of it."""
+        return max(0.0, (now_ns - self._owes_since_ns) / 1e9) if self._owes_since_ns else 0.0
 
     def trouble(self, now_ns: int) -> str:
         """Why no request should be sent here; empty: none."""
@@ -186,14 +185,13 @@ class Replica:
         if self._writer is None or self._buffered() > WRITE_BUFFER_BYTES_MAX:
             raise errors.no_engine()
         now_ns = clock.now_ns()
-        if not self.working:
-            self._busy_since_ns = now_ns
+        self._owes_since_ns = self._owes_since_ns or now_ns
         call.sent_ns = now_ns
         self.calls[call.request_id] = call
         self._writer.write(encode(call.message))
 
     def abort(self, call: Call) -> None:
-        """Tell the engine to stop; harmless when it has."""
+        """Tell the engine to stop; harmless when it has.  It owes no answer to that: it may have finished just now."""
         if self._writer is None or call.finish is not None:
             return
         if self._buffered() > WRITE_BUFFER_BYTES_MAX:
@@ -228,7 +226,6 @@ class Replica:
         frames = FrameReader()
         async with asyncio.timeout(CONNECT_TIMEOUT_S) as hello_limit:
             while data := await reader.read(READ_BYTES_MAX):
-                self._heard_ns = clock.now_ns()
                 for body in frames.feed(data):
                     frame = decode_frame(body)
                     if isinstance(frame, Hello):
@@ -244,11 +241,12 @@ class Replica:
         _log.info("engine connected", replica=hello.replica, model=hello.model, fingerprint=hello.fingerprint)
 
     def _take(self, frame: StepFrame) -> None:
-        now_ns = self._heard_ns
+        now_ns = clock.now_ns()
         for delta in frame.deltas:
             call = self.calls.get(delta.request_id)
             if call is not None:
                 call.take(delta, now_ns)
+        self._owes_since_ns = now_ns if self.working else 0
         if frame.step is None:
             return
         for record in frame.step.finished:
@@ -263,6 +261,7 @@ class Replica:
             self._watcher.engine_down(self.hello.replica)
             _log.warning("engine lost", replica=self.hello.replica, calls=self.working)
         self.hello = self._writer = None
+        self._owes_since_ns = 0
         now_ns = clock.now_ns()
         for call in list(self.calls.values()):
             if call.finish is None and not call.stopped:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway.backend import Call, Flight
 from telemetry.clock import now_ns
 from tests.http.asking import raw_request
 from tests.http.conftest import Custom
@@ -104,16 +105,55 @@ class TestEngineTrouble:
         gateway, engine = custom(first_frame_timeout_s=0.3)
         assert gateway.client.get("/ready").json() == {"status": "ready", "reason": None, "engines": {}}
         replica = gateway.application.backend.replicas[0]
-        engine.behaviour = deaf
-        with gateway.connect() as raw:
-            raw.sendall(raw_request(CHAT, "wedged"))
-            engine.wait_for_requests(1)
-            [call] = replica.calls.values()
-            later_ns = call.sent_ns + 400_000_000
-            assert "silent" in replica.trouble(later_ns)
-            assert replica.trouble(call.sent_ns + 1) == ""
-        gateway.record("wedged")
-        assert replica.trouble(now_ns()) == ""
+        speak = threading.Event()
+
+        async def wedged(job: Job) -> None:
+            await asyncio.to_thread(speak.wait, WAIT_S)
+            await job.finish("abort")
+
+        engine.behaviour = wedged
+        try:
+            with gateway.connect() as raw:
+                raw.sendall(raw_request(CHAT, "wedged"))
+                engine.wait_for_requests(1)
+                [call] = replica.calls.values()
+                assert "silent" in replica.trouble(call.sent_ns + 400_000_000)
+                assert replica.trouble(call.sent_ns + 1) == ""
+                assert gateway.record("wedged").outcome == "timeout"
+            assert not replica.working
+            ready = gateway.client.get("/ready")
+            assert (ready.status_code, ready.json()["status"]) == (503, "not ready")
+            assert "silent" in ready.json()["reason"]
+            answer = gateway.client.post(URL, json=CHAT)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_healthy_engine")
+        finally:
+            speak.set()
+        asyncio.run_coroutine_threadsafe(_until_healthy(gateway), gateway.loop).result(WAIT_S)
+        assert gateway.client.get("/ready").status_code == 200
+
+    def test_an_abort_alone_is_owed_no_answer(self, custom: Custom) -> None:
+        gateway, engine = custom(first_frame_timeout_s=0.3)
+        answer = gateway.client.post(URL, json=CHAT)
+        replica = gateway.application.backend.replicas[0]
+        call = Call(engine.requests[0], Flight())
+        gateway.loop.call_soon_threadsafe(replica.abort, call)
+        engine.wait_for_abort(answer.headers["x-request-id"])
+        assert replica.trouble(now_ns() + 400_000_000) == ""
+
+    def test_a_lost_engine_owes_nothing_when_it_is_back(self, custom: Custom) -> None:
+        gateway, engine = custom(first_frame_timeout_s=0.3)
+        hang_up = threading.Event()
+
+        async def die(job: Job) -> None:
+            await asyncio.to_thread(hang_up.wait, WAIT_S)
+            job.hang_up()
+
+        engine.behaviour = die
+        assert gateway.client.post(URL, json=CHAT).status_code == 504
+        assert gateway.client.get("/ready").status_code == 503
+        hang_up.set()
+        asyncio.run_coroutine_threadsafe(_until_healthy(gateway), gateway.loop).result(WAIT_S)
+        assert gateway.client.get("/ready").status_code == 200
 
     def test_it_ignores_the_deadline(self, custom: Custom, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("gateway.backend.DEADLINE_GRACE_S", 0.0)
@@ -164,6 +204,11 @@ class TestEngineTrouble:
             assert gateway.record("one").outcome == gateway.record("two").outcome == "client_gone"
         finally:
             other.stop()
+
+
+async def _until_healthy(gateway: LiveGateway) -> None:
+    while gateway.application.backend.troubles():
+        await asyncio.sleep(0.005)
 
 
 async def _until_connected(gateway: LiveGateway, count: int) -> None:
