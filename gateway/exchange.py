@@ -57,6 +57,8 @@ class Exchange:
             request_id=self.request_id,
             ledger=self.book.shown,
             route=route_of(self.path),
+            method=self.method,
+            path=self.path,
             trace=accept_trace(self.headers.get("traceparent"), self.headers.get("tracestate")),
         )
         self.flight = Flight()

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from telemetry.spans import phases
 from tests.contract.telemetry.otlp_sink import Collector, attributes, grpc_collector, http_collector
 from tests.http.conftest import options_for
 from tests.http.harness import MODEL, LiveGateway, ShellEngine
@@ -50,3 +51,17 @@ def test_one_request_is_one_whole_tree_under_its_caller(traced: tuple[LiveGatewa
     )
     assert attributes(chat.attributes)["gen_ai.usage.output_tokens"] == record.output_tokens
     assert "secret" not in "".join(str(span) for span in spans)
+
+
+def test_a_span_has_the_method_and_path_of_its_request(traced: tuple[LiveGateway, Collector]) -> None:
+    gateway, sink = traced
+    answers = [gateway.client.get(path) for path in ("/v1/models", f"/v1/models/{MODEL}", "/v1/chat/completions")]
+    assert [answer.status_code for answer in answers] == [200, 200, 405]
+    records = [gateway.record(answer.headers["x-request-id"]) for answer in answers]
+    spans = sink.wait_for(sum(1 + len(phases(record)) for record in records) + len(["chat"]))
+    servers = {span.name: attributes(span.attributes) for span in spans if span.kind == Span.SPAN_KIND_SERVER}
+    assert {name: (named["http.request.method"], named["url.path"]) for name, named in servers.items()} == {
+        "GET /v1/models": ("GET", "/v1/models"),
+        "GET /v1/models/{id}": ("GET", f"/v1/models/{MODEL}"),
+        "GET /v1/chat/completions": ("GET", "/v1/chat/completions"),
+    }
