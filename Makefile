@@ -3,7 +3,7 @@
 #   make serve     set up, fetch the default model, serve on 127.0.0.1:8000   (PORT=8080 MODEL=path/to/model.gguf ARGS='--max-queue 64')
 #   make test      set up with the test extras, then the whole suite          (ARGS='-k name' to choose)
 #   make check     lint, format, types
-#   make bench     the measurements that the documents quote
+#   make bench     the measurements: tests/bench
 #   make install   the set-up alone, with everything
 #   make clean     remove what these made here; models stay in the data directory
 

@@ -119,7 +119,7 @@ class BlockPool:
         )
 
     def check(self) -> None:
-        """Every block is in exactly one state and the book is a recount.  O(blocks_max): tests, and idle time."""
+        """Every block is in exactly one state and the book is a recount.  O(blocks_max): for tests."""
         held = [block for block in range(self.blocks_max) if self._refs[block] > 0]
         assert len(held) == self._held
         assert self._held + len(self._fenced) + len(self._free) + len(self._idle) == self.blocks_max

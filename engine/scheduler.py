@@ -117,7 +117,7 @@ class Scheduler:
             self._finish(sequence, "shutdown", now_ns, Fault("engine_shutdown", "The engine is shutting down."))
 
     def check(self) -> None:
-        """Everything is in one place and every book closes.  O(sequences + blocks): tests, and idle time."""
+        """Everything is in one place and every book closes.  O(sequences + blocks): for tests."""
         self.pool.check()
         assert self.waiting == sorted(self.waiting, key=lambda sequence: sequence.order)
         assert self.running == sorted(self.running, key=lambda sequence: sequence.order)

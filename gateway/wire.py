@@ -115,7 +115,6 @@ class ChatRequest(Generation, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
-Prompt = str | list[str] | list[TokenId] | list[list[TokenId]]
 
 
 class CompletionRequest(Generation, frozen=True, kw_only=True, forbid_unknown_fields=True):

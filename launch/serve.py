@@ -30,7 +30,7 @@ from launch.store import Model, Store, data_dir
 from launch.supervise import ChildSpec, Say, Supervisor, python_command
 
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un holds 108, with the zero at the end
-DRAIN_MARGIN_S = 5.0  # from the end of the gateway's own drain time until it is killed
+DRAIN_MARGIN_S = 15.0  # after its own drain time the gateway ends what is left, closes, and delivers its last spans
 ENGINE_GRACE_S = 10.0
 RUN_DIR_PREFIX = "serve-"
 

@@ -1,7 +1,7 @@
 """
 Structured logs to stderr, ours and those of the libraries through the same renderer.
 
-Each line has the request's ids where they are bound (`bind_request`), and passes `telemetry.redact`.  Somebody who has
+Each line has what structlog's context variables hold (the request's ids) and passes `telemetry.redact`.  Who has
 stopped reading stderr never stops a request: lines wait in a bounded queue for a thread, and a full queue drops.
 """
 
@@ -65,17 +65,6 @@ def reset() -> None:
         _handler = None
     logging.getLogger().setLevel(logging.WARNING)
     structlog.reset_defaults()
-
-
-def bind_request(*, request_id: str, trace_id: str = "") -> None:
-    """From here on, lines of this task and its children carry these ids."""
-    ids = {"request_id": request_id} | ({"trace_id": trace_id} if trace_id else {})
-    structlog.contextvars.bind_contextvars(**ids)
-
-
-def unbind_request() -> None:
-    """The request is over: the task's next lines are not its own any more."""
-    structlog.contextvars.unbind_contextvars("request_id", "trace_id")
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:

@@ -74,7 +74,6 @@ STATES = GATEWAY_STATES[:3] + ENGINE_STATES + GATEWAY_STATES[3:]
 KV_PLACES = ("free", "cached_idle", "filled", "tail", "lookahead", "fenced")
 BOOKS = ("kv", "latency", "token", "step")
 DROP_REASONS = ("sink_full", "live_full", "consumer_failed", "spans_queue_full", "spans_export_failed", "log_lines")
-CONSUMERS = ("metrics", "recent", "spans", "logs")
 
 LABELS: dict[str, tuple[str, ...]] = {
     "route": ROUTES,

@@ -329,8 +329,9 @@ def test_hub_errors_in_one_line(error: Exception, words: str, tmp_path: Path, mo
 def test_a_snapshot_that_cannot_be_served_is_refused(
     files: dict[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def download(_name: str, *, local_dir: Path, allow_patterns: list[str]) -> str:
+    def download(_name: str, *, local_dir: Path, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         assert not [pattern for pattern in allow_patterns if "bin" in pattern or "pt" in pattern]
+        assert "consolidated*" in ignore_patterns
         local_dir.mkdir()
         for name, text in files.items():
             (local_dir / name).write_text(text)

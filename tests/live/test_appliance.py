@@ -185,6 +185,14 @@ def test_a_killed_engine_comes_back(default_model: Path) -> None:
         assert chat(own, "hello", max_tokens=2).status_code == 200
 
 
+def refuses(own: Appliance) -> bool:
+    """Whether a new request is told to go elsewhere: by a 503, or because nobody listens any more."""
+    try:
+        return chat(own, "new", max_tokens=1).status_code == 503
+    except httpx.TransportError:
+        return True
+
+
 def test_sigterm_lets_streams_run_and_refuses_new_ones(default_model: Path) -> None:
     with serve("--model", str(default_model), "--drain", "20") as own:
         model = model_of(own)
@@ -197,6 +205,7 @@ def test_sigterm_lets_streams_run_and_refuses_new_ones(default_model: Path) -> N
             code: list[int] = []
             stopper = threading.Thread(target=lambda: code.append(own.terminate()))
             stopper.start()
+            wait_for(lambda: refuses(own), "new requests are refused while the stream runs on")
             lines += reader
         stopper.join()
         assert lines[-2] == "data: [DONE]" or lines[-1] == "data: [DONE]"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,12 +86,12 @@ def test_a_canary_has_no_hits(format: str, out: io.StringIO) -> None:
 
 
 def test_a_line_says_when_who_and_what(lines: Lines) -> None:
-    logs.bind_request(request_id="r1", trace_id="t1")
+    structlog.contextvars.bind_contextvars(request_id="r1", trace_id="t1")
     try:
         logs.get_logger("pellucid.test").info("happened", count=3, path=Path("/a/b"))
         logging.getLogger("uvicorn.error").warning("from %s", "outside")
     finally:
-        logs.unbind_request()
+        structlog.contextvars.unbind_contextvars("request_id", "trace_id")
     logs.get_logger("pellucid.test").info("later")
     ours, theirs, later = lines()
     assert (
