@@ -19,7 +19,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tokens_step_max: int = 512
     """Rows of one step: bounds how long a long prompt may hold up the others."""
     waiting_max: int = 256
-    """Sequences in the queue; one more is refused as overloaded."""
+    """Sequences beyond those for which the batch has places; one more is refused as overloaded."""
     bypass_max: int = 16
     """How often the head of the queue may be overtaken because it does not fit yet."""
     preemptions_max: int = 3

@@ -142,7 +142,7 @@ class Scheduler:
         fault = door_fault(request, self.config)
         if fault is not None:
             self._finish(sequence, "refused", now_ns, fault)
-        elif len(self.waiting) > self.config.waiting_max:
+        elif len(self.waiting) + len(self.running) > self.config.waiting_max + self.config.sequences_max:
             message = f"{self.config.waiting_max} requests are waiting already; try again later."
             self._finish(sequence, "overloaded", now_ns, Fault("overloaded", message))
         else:

@@ -169,7 +169,7 @@ class Server:
 
     def wake(self) -> None:
         """End a `poll` that waits; safe in a signal handler."""
-        with suppress(BlockingIOError):  # It is full: the poll will wake anyhow.
+        with suppress(OSError):  # It is full, and the poll will wake anyhow; or it is closed, and there is no poll.
             self._wake.send(b"!")
 
     @property

@@ -67,7 +67,7 @@ class Probe:
         """The sequence's rows after the probed layers, computed in slices of `counts` tokens."""
         self._kv.reset()
         rows, start = [], 0
-        for step, count in enumerate(counts):
+        for step, count in enumerate(filter(None, counts)):  # half of one token is none
             tokens = tuple(self._tokens[start : start + count])
             pieces = [Slice(sequence=0, start=start, tokens=tokens, blocks=blocks)]
             if crowded:

@@ -197,6 +197,13 @@ def test_a_full_queue_refuses_the_newcomer_only() -> None:
     assert [world.reason(name) for name in "abcd"] == ["length", "length", "length", "overloaded"]
 
 
+def test_what_the_next_step_would_take_in_is_no_queue() -> None:
+    world = World(waiting_max=1, sequences_max=8)
+    world.send(*(request(f"r{index}") for index in range(10)))
+    world.finish()
+    assert [world.reason(f"r{index}") for index in range(10)] == ["length"] * 9 + ["overloaded"]
+
+
 def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     world = World(sequences_max=1)
     world.send(request("running", 5, tokens_max=100, deadline_s=0.005), request("queued", 5, deadline_s=0.002))
