@@ -126,17 +126,17 @@ class Exchange:
         options = self._front.options
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-            raise await self._refused_body(errors.media_type())
+            raise await self.refused(errors.media_type())
         declared = self.headers.get("content-length", "0")
         if declared.isdigit() and int(declared) > options.body_bytes_max:
-            raise await self._refused_body(errors.too_large(options.body_bytes_max))
+            raise await self.refused(errors.too_large(options.body_bytes_max))
         body = bytearray()
         try:
             async with asyncio.timeout(options.body_timeout_s):
                 while not self._body_read:
                     body += await self._chunk()
                     if len(body) > options.body_bytes_max:
-                        raise await self._refused_body(errors.too_large(options.body_bytes_max))
+                        raise await self.refused(errors.too_large(options.body_bytes_max))
         except TimeoutError:
             raise errors.too_slow(options.body_timeout_s) from None
         return bytes(body)
@@ -148,8 +148,12 @@ class Exchange:
         chunk: bytes = message["body"]
         return chunk
 
-    async def _refused_body(self, error: ApiError) -> ApiError:
-        """Take what is left of a body of moderate size: closing on a client that writes loses our answer."""
+    async def refused(self, error: ApiError) -> ApiError:
+        """
+        An error to raise before the body is read.
+
+        Takes what is left of a body of moderate size: closing on a client that writes loses our answer.
+        """
         taken = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
@@ -388,5 +392,5 @@ async def _answer(
     encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
     if status != HTTPStatus.NO_CONTENT:
         encoded.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": encoded})
+    await send({"type": "http.response.start", "status": int(status), "headers": encoded})
     await send({"type": "http.response.body", "body": body, "more_body": False})

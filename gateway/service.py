@@ -1,7 +1,7 @@
 """
 What the routes do: the gateway's parts, and the way of a request through them.
 
-    body -> decode -> model? -> template, tokens -> replica -> plan -> launch -> events | whole answer
+    place -> body -> decode -> model? -> template, tokens -> replica -> plan -> launch -> events | whole answer
 """
 
 import asyncio
@@ -38,7 +38,8 @@ class Gateway:
         self.backend = backend
         self.hub = hub
         self.draining = False
-        self.running: set[Exchange] = set()
+        self.running: set[Exchange] = set()  # the engine has been given them: a drain waits for these
+        self._places: set[Exchange] = set()  # those, and what is still being read or tokenized
         self.started_s = int(time.time())
         self._idle = asyncio.Event()
         self._idle.set()
@@ -47,6 +48,7 @@ class Gateway:
 
     async def chat(self, exchange: Exchange) -> Answer:
         """POST /v1/chat/completions.  Raises ApiError."""
+        await self._reserve(exchange)
         asked = await self._read(exchange, ChatRequest)
         self._admit(exchange, asked)
         exchange.book.enter("tokenize", clock.now_ns())
@@ -65,6 +67,7 @@ class Gateway:
 
     async def complete(self, exchange: Exchange) -> Answer:
         """POST /v1/completions.  Raises ApiError."""
+        await self._reserve(exchange)
         asked = await self._read(exchange, CompletionRequest)
         self._admit(exchange, asked)
         exchange.book.enter("tokenize", clock.now_ns())
@@ -111,6 +114,13 @@ class Gateway:
 
     # ---- the way of a request
 
+    async def _reserve(self, exchange: Exchange) -> None:
+        """Take a place before any of the body is kept: reading, template and tokenizer all let others in between."""
+        if len(self._places) >= self.options.requests_max:
+            message = f"{self.options.requests_max} requests are in flight already; try again later."
+            raise await exchange.refused(errors.overloaded(message))
+        self._places.add(exchange)
+
     async def _read(self, exchange: Exchange, kind: type[T]) -> T:
         body = await exchange.read_body()
         if len(body) <= DECODE_INLINE_BYTES_MAX:
@@ -128,8 +138,6 @@ class Gateway:
             raise errors.invalid(f"At most {self.options.messages_max} messages are allowed.", "messages")
         if self.draining:
             raise errors.draining()
-        if len(self.running) >= self.options.requests_max:
-            raise errors.overloaded(f"{self.options.requests_max} requests are in flight already; try again later.")
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self.options.model_name:
@@ -201,6 +209,7 @@ class Gateway:
 
     def finished(self, exchange: Exchange) -> None:
         """Its record is written."""
+        self._places.discard(exchange)
         self.running.discard(exchange)
         if not self.running:
             self._idle.set()

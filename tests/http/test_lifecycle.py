@@ -3,6 +3,7 @@ Clients that leave or do not read: everything ends, once, and is booked.
 """
 
 import asyncio
+import contextlib
 import socket
 import threading
 from typing import Any
@@ -195,6 +196,44 @@ class TestBounds:
         engine.behaviour = talk_and_end
         assert gateway.client.post(URL, json=CHAT).status_code == 200
 
+    @pytest.mark.parametrize("path", [URL, "/v1/completions"])
+    def test_slow_bodies_and_a_slow_tokenizer_do_not_pass_the_bound(
+        self, custom: Custom, monkeypatch: pytest.MonkeyPatch, path: str
+    ) -> None:
+        gateway, engine = custom(requests_max=2)
+        encode, release = gateway.text.encode, threading.Event()
+
+        async def slow_encode(text: str, *, add_special_tokens: bool) -> list[int]:
+            await asyncio.to_thread(release.wait, WAIT_S)
+            return await encode(text, add_special_tokens=add_special_tokens)
+
+        monkeypatch.setattr(gateway.text, "encode", slow_encode)
+        body = CHAT if path == URL else {"model": "tiny", "prompt": "Hello", "max_tokens": 400}
+        halves = [_halves(raw_request(body, f"slow-{index}", path)) for index in range(5)]
+        with contextlib.ExitStack() as stack:
+            raws = [stack.enter_context(gateway.connect()) for _ in halves]
+            for raw, (first, _) in zip(raws, halves, strict=True):
+                raw.sendall(first)
+            for raw, (_, rest) in zip(raws, halves, strict=True):
+                raw.sendall(rest)
+            try:
+                with gateway.hub.change:
+                    refused = gateway.hub.change.wait_for(lambda: len(_overloaded(gateway)) == 3, WAIT_S)
+            finally:
+                release.set()
+            assert refused, _overloaded(gateway)
+            statuses = sorted(read_until(raw, b"\r\n")[9:12] for raw in raws)
+        assert statuses == [b"200", b"200", b"503", b"503", b"503"]
+        assert len(engine.requests) == 2
+
+    def test_a_body_that_is_no_good_gives_its_place_back(self, custom: Custom) -> None:
+        gateway, _ = custom(requests_max=1)
+        for body in ({}, {**CHAT, "model": "other"}, {**CHAT, "max_tokens": 10_000}):
+            answer = gateway.client.post(URL, json=body)
+            assert answer.status_code in (400, 404, 422)
+            gateway.record(answer.headers["x-request-id"])
+        assert gateway.client.post(URL, json=CHAT).status_code == 200
+
     def test_an_id_in_flight_is_not_given_twice(self, fake: Pair) -> None:
         gateway, engine = fake
         engine.behaviour = silent
@@ -245,6 +284,16 @@ class TestBounds:
             return [task.get_name() for task in asyncio.all_tasks() if "left-" in task.get_name()]
 
         assert asyncio.run_coroutine_threadsafe(tasks(), gateway.loop).result(WAIT_S) == []
+
+
+def _halves(request: bytes) -> tuple[bytes, bytes]:
+    """The head with the beginning of the body, and the rest."""
+    middle = request.index(b"\r\n\r\n") + 10
+    return request[:middle], request[middle:]
+
+
+def _overloaded(gateway: LiveGateway) -> list[str]:
+    return [record.request_id for record in gateway.hub.records if record.outcome == "overloaded"]
 
 
 async def talk_and_end(job: Job) -> None:
