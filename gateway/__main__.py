@@ -22,6 +22,7 @@ import uvloop
 
 from gateway.app import Application
 from gateway.config import GatewayOptions
+from gateway.protocol import bounded
 from gateway.tokens import load
 from gateway.vocabulary import VocabularyError
 from telemetry import logs
@@ -102,7 +103,7 @@ async def serve(application: Application, listener: socket.socket) -> None:
     config = uvicorn.Config(
         application.front,
         loop="none",
-        http="httptools",
+        http=bounded(application.options),
         ws="none",
         lifespan="on",
         log_config=None,

@@ -26,6 +26,7 @@ class Application:
 
     def __init__(self, options: GatewayOptions, text: ModelText, hub: Hub | None = None) -> None:
         """Raises ExportConfigError where the settings for traces make no sense."""
+        self.options = options
         self.hub = hub or Hub(model=options.model_name, version=_version(), otlp_endpoint=options.otlp_endpoint)
         self.backend = Backend(options, self.hub)
         self.gateway = Gateway(options, text, self.backend, self.hub)

@@ -21,7 +21,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cors_origins: tuple[str, ...] = ("*",)
     body_bytes_max: int = 8 * 1024 * 1024
     body_timeout_s: float = 20.0
-    """From the first byte of a request to the last byte of its body."""
+    """For the head of a request, and again for its body."""
     depth_max: int = 64
     """Nesting of a JSON body."""
     messages_max: int = 4096

@@ -20,6 +20,7 @@ from engine.server import Server
 from gateway.__main__ import listen
 from gateway.app import Application
 from gateway.config import GatewayOptions
+from gateway.protocol import bounded
 from gateway.tokens import load
 from telemetry.clock import CLOCK_ID
 from telemetry.hub import Hub
@@ -60,7 +61,12 @@ class LiveGateway:
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
         config = uvicorn.Config(
-            self.application.front, loop="none", http="httptools", lifespan="on", log_config=None, access_log=False
+            self.application.front,
+            loop="none",
+            http=bounded(options),
+            lifespan="on",
+            log_config=None,
+            access_log=False,
         )
         config.timeout_graceful_shutdown = 2
         self._server = uvicorn.Server(config)
