@@ -153,6 +153,19 @@ def test_aborts_are_idempotent_in_every_state() -> None:
     assert book.free + book.cached_idle == book.total
 
 
+def test_what_an_aborted_request_has_computed_stays_cached() -> None:
+    world = World(tokens_step_max=8)
+    prompt = tuple(range(40))
+    world.send(request("gone", prompt))
+    world.step()
+    world.step()
+    world.send(Abort("gone"))  # In prefill, after 16 tokens.
+    world.send(request("again", prompt))
+    world.finish()
+    finish = world.ends["again"].finish
+    assert finish is not None and finish.usage.cached_tokens == 16
+
+
 def test_an_abort_in_flight_fences_the_blocks_until_the_commit() -> None:
     world = World()
     world.send(request("a", 6))

@@ -1,0 +1,26 @@
+"""
+What an engine says of itself.
+"""
+
+from engine.__main__ import hello, scheduler_config
+from engine.config import EngineOptions
+from engine.device.fake import FakeRunner
+
+OPTIONS = EngineOptions(model="m", model_name="name", listen="unix:none")
+
+
+def test_a_pool_that_is_smaller_than_the_context_is_the_context() -> None:
+    """So that a request which can never fit is refused with the numbers before it is sent."""
+    small = FakeRunner(context_max=8192, blocks_max=2, block_slots=16)
+    assert hello(OPTIONS, small).context_max == 32
+    assert hello(OPTIONS, FakeRunner(context_max=64, blocks_max=100)).context_max == 64
+
+
+def test_the_core_is_bounded_by_what_the_device_has() -> None:
+    config = scheduler_config(OPTIONS, FakeRunner(vocab_size=77, blocks_max=5))
+    assert (config.vocab_size, config.blocks_max, config.sequences_max) == (77, 5, OPTIONS.sequences_max)
+
+
+def test_each_start_is_a_new_epoch() -> None:
+    device = FakeRunner()
+    assert hello(OPTIONS, device).epoch != hello(OPTIONS, device).epoch
