@@ -22,6 +22,7 @@ from gateway.backend import Call, Flight, Replica
 from gateway.book import Book
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
+from gateway.stream import Tokens
 from telemetry import clock
 from telemetry.hub import Hub
 from telemetry.live import LiveRequest, accept_trace
@@ -66,6 +67,7 @@ class Exchange:
         self.one_clock = False
         self.outcome = ""  # as the route says; empty: the status says it
         self.answered = False  # the client has been sent all that there is: leaving now is no disconnect
+        self.bill: Tokens | None = None  # once an answer is complete: what its usage says, shown or not
         self.status = 0
         self._front = front
         self._receive = receive
@@ -212,6 +214,7 @@ class Exchange:
             one_clock=self.one_clock,
         )
         records = [call.record for call in calls if call.record is not None]
+        bill, emitted = self.bill, sum(len(call.emitted) for call in calls)
         first_ns = min((call.first_token_ns for call in calls if call.first_token_ns), default=0)
         return RequestRecord(
             request_id=self.request_id,
@@ -220,11 +223,11 @@ class Exchange:
             accepted_ns=self.book.opened_ns,
             finished_ns=closed_ns,
             states=states,
-            prompt_tokens=_sum(records, "prompt_tokens") or self.live.prompt_tokens,
-            cached_tokens=_sum(records, "cached_tokens"),
+            prompt_tokens=bill.prompt if bill else _sum(records, "prompt_tokens") or self.live.prompt_tokens,
+            cached_tokens=bill.cached if bill else _sum(records, "cached_tokens"),
             computed_tokens=_sum(records, "computed_tokens"),
             recomputed_tokens=_sum(records, "recomputed_tokens"),
-            output_tokens=_sum(records, "output_tokens") or sum(len(call.emitted) for call in calls),
+            output_tokens=bill.output if bill else _sum(records, "output_tokens") or emitted,
             drafted_tokens=_sum(records, "drafted_tokens"),
             draft_accepted_tokens=_sum(records, "draft_accepted_tokens"),
             draft_rejected_tokens=_sum(records, "draft_rejected_tokens"),

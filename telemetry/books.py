@@ -34,9 +34,14 @@ def step_mismatches(record: StepRecord) -> Iterator[Mismatch]:
 
 
 def _prompt_imbalance(record: RequestRecord) -> int:
-    """Prompt tokens that were neither computed nor found; a prompt that was cut short may only have too few."""
+    """
+    Prompt tokens that were neither computed nor found; a prompt that was cut short may only have too few.
+
+    Each choice of a request computes what it does not find, but its prompt is billed once: the costs of several
+    choices lie between one whole prompt and one for each.
+    """
     paid = record.computed_tokens + record.cached_tokens
     served = record.steps > 0 or paid > 0  # Echo without generation never reaches the engine.
-    if record.outcome in FINISHED_OUTCOMES and served:
+    if record.outcome in FINISHED_OUTCOMES and served and paid < record.prompt_tokens:
         return record.prompt_tokens - paid
-    return min(0, record.prompt_tokens - paid)
+    return min(0, record.prompt_tokens * max(1, record.choices) - paid)

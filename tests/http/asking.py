@@ -6,6 +6,8 @@ import json
 import socket
 from typing import Any
 
+from telemetry.books import request_mismatches
+from telemetry.records import RequestRecord
 from tests.http.fake_engine import FakeEngine
 from tests.http.harness import LiveGateway
 
@@ -33,7 +35,7 @@ def post(gateway: LiveGateway, body: Body, path: str = "/v1/chat/completions", *
     value: Body = answer.json()
     assert value["id"] == answer.headers["x-request-id"] == record.request_id
     assert record.outcome in ("stop", "length")
-    assert record.output_tokens >= value["usage"]["completion_tokens"]
+    check_bill(record, value["usage"])
     return value
 
 
@@ -52,8 +54,19 @@ def stream(gateway: LiveGateway, body: Body, path: str = "/v1/chat/completions")
     events = transcript.split("\n\n")[:-2]
     chunks: list[Body] = [json.loads(event.removeprefix("data: ")) for event in events]
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
-    assert gateway.record(headers["x-request-id"]).stream
+    record = gateway.record(headers["x-request-id"])
+    assert record.stream
+    for usage in (chunk["usage"] for chunk in chunks if chunk.get("usage")):
+        check_bill(record, usage)
     return chunks, transcript
+
+
+def check_bill(record: RequestRecord, usage: Body) -> None:
+    """The record says what the client was billed, and its books close."""
+    assert record.prompt_tokens == usage["prompt_tokens"]
+    assert record.cached_tokens == usage["prompt_tokens_details"]["cached_tokens"]
+    assert record.output_tokens == usage["completion_tokens"]
+    assert list(request_mismatches(record)) == []
 
 
 def contents(chunks: list[Body], choices: int = 1) -> list[str]:

@@ -96,6 +96,24 @@ class TestChat:
         post(shell, body)
         assert post(shell, body)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
+    @pytest.mark.parametrize("stop", [None, ["e", "a", "t"]])
+    @pytest.mark.parametrize("n", [1, 4])
+    @pytest.mark.parametrize("given", [None, "Hello the lazy dog", ["Hello", "the lazy dog"]])
+    def test_the_record_is_the_bill(self, shell: LiveGateway, given: object, n: int, stop: list[str] | None) -> None:
+        """`post` and `stream` compare them; here also for a stream that shows no usage."""
+        fields: Body = {"n": n, "stop": stop, "seed": 9, "max_tokens": 32, "ignore_eos": True, "temperature": 1}
+        path = "/v1/chat/completions" if given is None else "/v1/completions"
+        body = chat(**fields) if given is None else prompt(prompt=given, **fields)
+        usage = post(shell, body, path)["usage"]
+        stops_early = usage["completion_tokens"] < 32 * n * (2 if isinstance(given, list) else 1)
+        assert stops_early == (stop is not None)
+        chunks, _ = stream(shell, {**body, "stream_options": {"include_usage": True}}, path)
+        assert chunks[-1]["usage"]["completion_tokens"] == usage["completion_tokens"]
+        unbilled, _ = stream(shell, body, path)
+        record = shell.record(unbilled[0]["id"])
+        assert (record.prompt_tokens, record.output_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
+        assert record.computed_tokens + record.cached_tokens >= record.prompt_tokens
+
     def test_the_fingerprint_names_the_engine(self, shell: LiveGateway) -> None:
         assert post(shell, chat())["system_fingerprint"] == "fake-400"
 

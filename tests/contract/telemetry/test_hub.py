@@ -178,6 +178,9 @@ def test_the_kv_answer_of_one_replica_is_its_book() -> None:
         (a_record(states={"decode": 10, "send": -1}), "latency"),
         (a_record(prompt_tokens=5, computed_tokens=4, steps=1), "token"),
         (a_record(prompt_tokens=5, computed_tokens=4, cached_tokens=2, outcome="abort"), "token"),
+        (a_record(prompt_tokens=5, computed_tokens=4, steps=1, choices=3), "token"),
+        (a_record(prompt_tokens=5, computed_tokens=11, cached_tokens=5, choices=3), "token"),
+        (a_record(prompt_tokens=5, computed_tokens=11, cached_tokens=5, choices=3, outcome="abort"), "token"),
         (a_record(drafted_tokens=3, draft_accepted_tokens=1, draft_rejected_tokens=1), "token"),
         (a_step(step_ns=11), "step"),
         (a_step(kv=KvBook(total=768, free=255, filled=280, tail=232)), "kv"),
@@ -207,6 +210,13 @@ def test_books_that_close_count_nothing(records: list[RequestRecord], steps: lis
         listening.request(record)
     for step in steps:
         listening.step(step)
+    assert total(read(listening.metrics_text()[0]), "pellucid_book_mismatches_total") == 0
+
+
+def test_several_choices_may_pay_for_one_prompt_several_times() -> None:
+    listening = Hub()
+    for computed_tokens in (3, 5, 13):
+        listening.request(a_record(prompt_tokens=5, computed_tokens=computed_tokens, cached_tokens=2, choices=3))
     assert total(read(listening.metrics_text()[0]), "pellucid_book_mismatches_total") == 0
 
 
