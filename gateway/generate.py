@@ -321,6 +321,7 @@ class Generation:
         reasons = [one.finish_reason for one in self._running]
         self._exchange.outcome = "length" if "length" in reasons else "stop"
         self._exchange.answered = True
+        self._exchange.bill = self._tokens()  # The record says what `usage` says, also where it is not shown.
 
     def _tokens(self) -> Tokens:
         """The bill: each prompt once, whatever the number of choices."""

@@ -29,14 +29,6 @@ Answer = tuple[dict[str, str], bytes | AsyncIterator[bytes]]
 """Headers, and the whole body or the events of a stream."""
 
 
-class _BilledGeneration(Generation):
-    """Leaves its bill to the exchange, so that the record says what `usage` says, also where it is not shown."""
-
-    def _succeed(self) -> None:
-        super()._succeed()
-        self._exchange.bill = self._tokens()
-
-
 class Gateway:
     """Everything that outlives a request."""
 
@@ -191,7 +183,7 @@ class Gateway:
         exchange.live.choices = len(planned.messages)
         self.running.add(exchange)
         self._idle.clear()
-        generation = _BilledGeneration(exchange, planned, self.text, self.options)
+        generation = Generation(exchange, planned, self.text, self.options)
         async with exchange.watched():
             headers = await generation.launch()
         return generation, hello, headers

@@ -115,8 +115,6 @@ class ChatRequest(Generation, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
-
-
 class CompletionRequest(Generation, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions.  `prompt` is checked by hand: msgspec allows one array type in a union."""
 

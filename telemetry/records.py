@@ -94,7 +94,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     states: dict[str, int]
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
-    computed_tokens: int = 0  # prompt tokens computed; prompt = computed + cached when the prompt was finished
+    computed_tokens: int = 0  # prompt tokens computed, for all choices; with one choice prompt = computed + cached
     recomputed_tokens: int = 0  # paid again after preemption
     output_tokens: int = 0
     drafted_tokens: int = 0
