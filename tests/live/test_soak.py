@@ -19,8 +19,8 @@ CLIENTS = 32
 SEED = 20
 GROWTH_BYTES_MAX = {"gateway": 2 << 20, "engine": 4 << 20}
 """
-From the highest reading of the first 800 requests to the lowest of the last 1,000.  The engine's readings go up and down
-by 20 MB, as allocators breathe, and the gateway's rise until its rings of recent records are full; a leak passes both.
+From the highest reading of the first 800 requests to the lowest of the last 1,000.  The engine's readings go up and
+down by 20 MB, as allocators breathe; the gateway's rise until its rings of recent records are full; a leak passes both.
 """
 
 
