@@ -24,9 +24,9 @@ from telemetry import logs
 from telemetry.clock import CLOCK_ID
 
 EXIT_USAGE = 2
-SPIN_COUNT = "2000"
+SPIN_COUNT = "10000"
 """
-How long libgomp's threads spin at a barrier before they sleep.  Its own default is a hundred times as long.  On an idle
+How long libgomp's threads spin at a barrier before they sleep.  Its own default is thirty times as long.  On an idle
 machine that is worth some percent; but a step has hundreds of barriers, and with one busy neighbour on two cores (a
 gateway, say) each of them waits for the kernel's scheduler then, and a step takes twenty times as long.
 """

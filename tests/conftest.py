@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as engine.__main__ does, before anything loads torch
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as engine.__main__ does, before anything loads torch
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
