@@ -16,7 +16,7 @@ import structlog
 from engine.api import Hello
 from engine.config import EngineOptions, SchedulerConfig
 from engine.device import Device
-from engine.device.errors import DeviceError
+from engine.device.errors import ModelError
 from engine.loop import Loop
 from engine.scheduler import Scheduler
 from engine.server import ListenError, Server
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         server = Server(options.listen, hello(options, device))
     except msgspec.MsgspecError as error:
         return _refuse(f"--options: {error}")
-    except (DeviceError, ListenError) as error:
+    except (ModelError, ListenError) as error:
         return _refuse(str(error))
     serve(options, device, server)
     return 0

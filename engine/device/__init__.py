@@ -2,9 +2,11 @@
 Ring 2: the device.  It turns a `StepPlan` into a `StepResult` and knows nothing of queues, clients or time-outs.
 
     runner   load a model, run a step                fake     the same contract without torch, for tests and simulation
-    batch    plan -> tensors, once per step           weights  files -> Architecture + tensors
-    model    the decoder                              kernels  the arithmetic, behind one Protocol
-    kv       the paged cache                          sampler  logits -> tokens
+    batch    plan -> tensors, once per step           kernels  the arithmetic, behind one Protocol
+    model    the decoder                              sampler  logits -> tokens
+    kv       the paged cache
+
+Files and number formats are the business of `quant.formats`.
 
 This file stays free of torch, so that the shell and the simulation can speak of a device without loading one.
 """

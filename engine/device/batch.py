@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.device.rope import RopeTable
 from engine.plan import Slice, StepPlan
+from quant.formats.rope import RopeTable
 
 QUERY_TILE = 4  # query rows of an attention call are a multiple of it: float32 products round differently below
 QUERY_ROWS_MAX = 128  # query rows of one attention tile: flash attention would take other tiles for more

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.device.architecture import Architecture
 from engine.device.errors import MemoryShort
+from quant.formats.architecture import Architecture
 
 BLOCK_SLOTS = 16
 

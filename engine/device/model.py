@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.device.architecture import Architecture
 from engine.device.batch import Batch
 from engine.device.kernels import Kernels, Linear
 from engine.device.kv import KvCache
-from engine.device.weights import Checkpoint
+from quant.formats.architecture import Architecture
+from quant.formats.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)

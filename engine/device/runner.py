@@ -12,7 +12,6 @@ from torch import Tensor
 
 from engine.config import EngineOptions
 from engine.device import DeviceFacts
-from engine.device.architecture import Architecture
 from engine.device.batch import Batch, BatchBuilder, padded_rows
 from engine.device.errors import MemoryShort, ModelError
 from engine.device.kernels import Kernels
@@ -21,10 +20,11 @@ from engine.device.kv import BLOCK_SLOTS, KvCache, block_bytes
 from engine.device.machine import choose_dtype, memory_bytes, threads
 from engine.device.model import Decoder, load_decoder
 from engine.device.probe import PROBE_BLOCKS, ROW_TILES, Probe, warm_up_plans
-from engine.device.rope import RopeTable
 from engine.device.sampler import sample
-from engine.device.weights import Checkpoint, open_checkpoint
 from engine.plan import SliceResult, StepPlan, StepResult
+from quant.formats.architecture import Architecture
+from quant.formats.checkpoint import Checkpoint, open_checkpoint
+from quant.formats.rope import RopeTable
 
 FINGERPRINT_VERSION = "1"  # raise it when the same weights begin to give other bits
 

@@ -10,8 +10,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, dequantize, quantize
 from safetensors.torch import load_file
 
-from engine.device.gguf_weights import open_gguf
-from engine.device.weights import open_checkpoint
+from quant.formats.checkpoint import open_checkpoint
+from quant.formats.gguf_weights import open_gguf
 from tests.torch.tiny import CONFIG, load, logits, write_model
 
 WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # the package can quantize to these

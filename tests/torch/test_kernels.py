@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.device.architecture import Rope
 from engine.device.batch import Batch, BatchBuilder
 from engine.device.kernels import Kernels
 from engine.device.kernels.reference import ReferenceKernels
 from engine.device.kernels.torch_fast import TorchFastKernels, _spans
-from engine.device.rope import RopeTable
 from engine.plan import Slice, StepPlan
+from quant.formats.architecture import Rope
+from quant.formats.rope import RopeTable
 from tests.torch.tiny import table
 
 DTYPES = (torch.float32, torch.bfloat16)

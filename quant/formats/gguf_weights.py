@@ -14,8 +14,8 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor, dequantize
 from torch import Tensor
 
-from engine.device.architecture import SUPPORTED, Architecture, Rope, rope_kind
-from engine.device.errors import ModelError
+from quant.formats.architecture import SUPPORTED, Architecture, Rope, rope_kind
+from quant.formats.errors import ModelError
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.device.architecture import Architecture, from_directory
-from engine.device.errors import ModelError
-from engine.device.gguf_weights import open_gguf
+from quant.formats.architecture import Architecture, from_directory
+from quant.formats.errors import ModelError
+from quant.formats.gguf_weights import open_gguf
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from engine.device.errors import ModelError
+from quant.formats.errors import ModelError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")

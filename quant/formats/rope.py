@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.device.architecture import Rope
+from quant.formats.architecture import Rope
 
 
 class RopeTable:
