@@ -1,0 +1,112 @@
+"""
+A quantized weight in memory, whatever file it came from or goes to.
+
+    Affine    integers with a scale for each output channel or group: int8, GPTQ, compressed-tensors' packed integers
+    Fp8       e4m3 floats with a scale                    LlmInt8   bitsandbytes' 8-bit rows
+    Nf4       bitsandbytes' 4-bit normal floats
+
+A weight is [out, in]: out output channels, in input columns, as torch.nn.Linear has it.  `dense` gives the numbers that
+it stands for; how they lie in a file is the business of `quant.formats.layouts`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """`W[o, c] = scale[o, g] * (codes[o, c] - zero[o, g])`, where column c belongs to group g."""
+
+    codes: Tensor  # int8 [out, in]; of fewer than 8 bits too: -2 ** (bits - 1) .. 2 ** (bits - 1) - 1
+    scale: Tensor  # float32 [out, groups]
+    zero: Tensor | None  # int16 [out, groups], on the scale of `codes`; None: symmetric, all are 0
+    columns: Tensor | None  # int32 [in]: the group of each column; None: consecutive columns, equally many each
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def groups(self) -> int:
+        """Scales of one output channel."""
+        return self.scale.shape[1]
+
+    @property
+    def column_groups(self) -> Tensor:
+        """The group of each column, int64 [in]."""
+        if self.columns is not None:
+            return self.columns.long()
+        columns = self.codes.shape[1]
+        return torch.arange(columns) // -(-columns // self.groups)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The numbers it stands for, rounded once to `dtype`: scale and difference are exact in float32."""
+        values = self.codes.float()
+        if self.groups == 1:
+            shifted = values if self.zero is None else values - self.zero.float()
+            return (shifted * self.scale).to(dtype)
+        of_column = self.column_groups
+        if self.zero is not None:
+            values = values - self.zero.float()[:, of_column]
+        return (values * self.scale[:, of_column]).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """`W = values * scale`, values being e4m3 without infinities (Micikevicius et al. 2022, E4M3)."""
+
+    values: Tensor  # float8_e4m3fn [out, in]
+    scale: Tensor  # float32 [out, 1], or [1, 1] for the whole tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+        return self.values.shape[0], self.values.shape[1]
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The numbers it stands for."""
+        return (self.values.float() * self.scale).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Nf4:
+    """Blocks of 64 values of the flattened weight, each a code into `table` times the block's largest (QLoRA, 3)."""
+
+    codes: Tensor  # uint8 [out * in / 2]: the high half is the earlier value
+    absmax: Tensor  # float32 [ceil(out * in / 64)]
+    table: Tensor  # float32 [16]
+    shape: tuple[int, int]
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The numbers it stands for, multiplied in float32 and rounded once."""
+        halves = torch.stack((self.codes >> 4, self.codes & 15), -1).reshape(-1)
+        values = self.table[halves.long()]
+        blocks = torch.arange(values.numel()) // NF4_BLOCK
+        return (values * self.absmax[blocks]).to(dtype).reshape(self.shape)
+
+
+NF4_BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LlmInt8:
+    """`W = codes * absmax / 127` (LLM.int8, Dettmers et al. 2022, 2.1: row-wise absmax)."""
+
+    codes: Tensor  # int8 [out, in]
+    absmax: Tensor  # float32 [out]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The numbers it stands for."""
+        return (self.codes.float() * self.absmax[:, None] / 127).to(dtype)
+
+
+Quantized = Affine | Fp8 | Nf4 | LlmInt8
