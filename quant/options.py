@@ -1,0 +1,24 @@
+"""
+What a conversion is asked to do, as one frozen value.
+"""
+
+import msgspec
+
+from quant.formats.scheme import Scheme
+
+
+class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that decides the bytes of the result, but for the model and the calibration tokens."""
+
+    scheme: Scheme
+    """The number format wanted.  Its `kept` is what comes out; what is to be kept goes into `keep`."""
+    damp: float = 0.01
+    """gptq: what is added to the Hessian's diagonal, as a share of its mean."""
+    smooth: float | None = None
+    """int8 and fp8: SmoothQuant's alpha, 0 being no smoothing; None: searched, layer by layer."""
+    keep: tuple[str, ...] = ()
+    """Linear layers that stay floats: `model.layers.3.mlp.down_proj`, any part of it between dots, or a pattern."""
+    seed: int = 0
+    """Of whatever is drawn at random: which calibration tokens a search looks at."""
+    device: str = "cpu"
+    """Where layers are computed and solved, one at a time.  Activations wait in the host's memory."""
