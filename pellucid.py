@@ -1,14 +1,14 @@
 """
 The command line.
 
-It imports lazily: what is not needed to answer is not loaded, and torch and litestar never are; they live in the
-processes that `serve` starts.  A user's mistake is one line on stderr and exit code 2.
+It imports lazily: what is not needed to answer is not loaded.  litestar never is, and torch only by `quantize` at
+work; they live in the processes that `serve` starts.  A user's mistake is one line on stderr and exit code 2.
 """
 
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn, TypeVar
 
@@ -16,6 +16,7 @@ import click
 
 from launch.errors import UserError
 from launch.options import OPTIONS, Option, ServeOptions, nearest, read_options
+from quant.command import quantize
 
 VERSION = "0.1.0"
 INTERRUPTED = 130
@@ -115,12 +116,15 @@ def _on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def main() -> NoReturn:
-    """The console script."""
+cli.add_command(quantize)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The console script.  `arguments`: instead of those of the process."""
     # Before the supervisor has its own handlers: leave through the finally blocks, so that a pull cleans up.
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
-        code = cli.main(prog_name="pellucid", standalone_mode=False)
+        code = cli.main(arguments, prog_name="pellucid", standalone_mode=False)
     except (click.Abort, KeyboardInterrupt):
         _complain("interrupted")
         code = INTERRUPTED

@@ -38,7 +38,28 @@ TABLE = (
     Row("telemetry clock", ("telemetry.clock",), (), ("torch", "litestar", "opentelemetry", "structlog", *STORES)),
     Row("telemetry", ("telemetry",), ("telemetry",), ("torch", "litestar", *STORES)),
     Row("cache", ("cache",), ("cache", "telemetry"), ("torch", "litestar")),
-    Row("quant", ("quant",), ("quant", "telemetry.records"), ("litestar", "opentelemetry", *STORES)),
+    Row(
+        "quant core",
+        ("quant",),
+        ("quant core", "telemetry.records"),
+        ("litestar", "opentelemetry", "click", "rich", *STORES),
+    ),
+    Row(
+        "quant shell",
+        (
+            "quant.command",
+            "quant.settings",
+            "quant.run",
+            "quant.plan",
+            "quant.write",
+            "quant.text_files",
+            "quant.progress",
+            "quant.table",
+            "quant.__main__",
+        ),
+        ("quant", "launch", "gateway.tokens", "gateway.vocabulary", "gateway.gguf_metadata", "pellucid"),
+        ("litestar", "uvicorn", "opentelemetry", "transformers", *STORES),
+    ),
     Row(
         "engine core",
         ("engine",),
@@ -64,7 +85,7 @@ TABLE = (
         ("launch", "engine.api", "engine.config", "gateway.config"),
         ("torch", "litestar", "uvicorn", "transformers"),
     ),
-    Row("command line", ("pellucid",), ("launch",), ("torch", "litestar", "uvicorn", "transformers")),
+    Row("command line", ("pellucid",), ("launch", "quant.command"), ("torch", "litestar", "uvicorn", "transformers")),
 )
 OURS = frozenset(prefix.partition(".")[0] for row in TABLE for prefix in row.modules)
 

@@ -37,6 +37,12 @@ def test_a_file_imports_only_what_its_row_allows(path: Path) -> None:
         ("telemetry.metrics", "from engine.api import Delta"),
         ("launch.serve", "from gateway import app"),
         ("pellucid", "import engine.config"),
+        ("pellucid", "from quant.run import run"),
+        ("quant.gptq", "from launch.errors import UserError"),
+        ("quant.gptq", "from quant.write import CheckpointWriter"),
+        ("quant.formats.bits", "import click"),
+        ("quant.run", "from engine.device.runner import Runner"),
+        ("quant.run", "from gateway.template import ChatTemplate"),
         ("unheard_of", "import sys"),
         ("launch.serve", "__import__('torch')"),
         ("launch.serve", "import importlib\nimportlib.import_module(name)"),
@@ -55,6 +61,9 @@ def test_the_table_refuses(module: str, source: str) -> None:
         ("engine.loop", "from engine.device.runner import Runner\nfrom telemetry.clock import now_ns"),
         ("gateway.app", "from engine import api\nfrom engine.api import Delta\nimport litestar"),
         ("launch.serve", "from engine.config import EngineOptions\nfrom gateway.config import GatewayOptions"),
+        ("quant.gptq", "import torch\nfrom quant.formats.scheme import Scheme"),
+        ("quant.run", "from quant.gptq import solve\nfrom launch.store import Store\nfrom quant.write import growing"),
+        ("pellucid", "from quant.command import quantize"),
     ],
 )
 def test_the_table_allows(module: str, source: str) -> None:
@@ -75,6 +84,7 @@ def test_the_longest_prefix_wins() -> None:
         ("engine.server", ("litestar", "opentelemetry")),
         ("launch.serve", ("torch", "litestar", "uvicorn", "huggingface_hub", "transformers")),
         ("pellucid", ("torch", "litestar", "asyncio", "rich", "huggingface_hub")),
+        ("quant.command", ("torch", "litestar", "asyncio", "rich", "huggingface_hub", "tokenizers", "quant.run")),
     ],
 )
 def test_a_fresh_process_does_not_load(module: str, absent: tuple[str, ...]) -> None:
