@@ -154,7 +154,6 @@ class _NameJson(msgspec.Struct, frozen=True):
 
     architectures: tuple[str, ...] | None = None
     model_type: str | None = None
-    quantization_config: dict[str, object] | None = None
 
 
 def from_directory(directory: Path) -> tuple[Architecture, tuple[int, ...]]:
@@ -256,10 +255,6 @@ def _windows(family: str, config: _ConfigJson) -> tuple[int, ...]:
 def _family(content: bytes) -> str:
     """`llama`, `mistral`, ...  Raises ModelError that names what the file has instead."""
     name = _decode(content, _NameJson, "config.json")
-    if name.quantization_config is not None:
-        method = name.quantization_config.get("quant_method", "unknown method")
-        way_out = "take the original float checkpoint or a GGUF"
-        raise ModelError(f"this checkpoint is quantized ({method}), which is not supported: {way_out}")
     found = name.architectures or (name.model_type or "an unnamed architecture",)
     family = FAMILIES.get(found[0], found[0] if name.architectures is None else "")
     if len(found) != 1 or family not in FAMILIES.values():

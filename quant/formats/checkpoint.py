@@ -17,8 +17,12 @@ from torch import Tensor
 from quant.formats.architecture import Architecture, from_directory
 from quant.formats.errors import ModelError
 from quant.formats.gguf_weights import open_gguf
+from quant.formats.layouts import read_scheme, suffixes, unpack
+from quant.formats.scheme import Scheme
+from quant.formats.weights import Quantized
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+ORIGIN_DIGITS = 16
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SAMPLES = 64  # of each file, for its identity
 _SAMPLE_BYTES = 64 * 1024
@@ -40,11 +44,20 @@ class Checkpoint:
     """One model's files, opened."""
 
     def __init__(
-        self, architecture: Architecture, eos_ids: tuple[int, ...], source: TensorSource, files: tuple[Path, ...]
+        self,
+        architecture: Architecture,
+        eos_ids: tuple[int, ...],
+        source: TensorSource,
+        files: tuple[Path, ...],
+        *,
+        scheme: Scheme | None = None,
+        origin: str = "",
     ) -> None:
         self.architecture = architecture
+        self.scheme = scheme  # None: all weights are floats
         self.eos_ids = tuple(sorted({token for token in eos_ids if 0 <= token < architecture.vocab_size}))
         self.identity = _identity(files)
+        self.origin = origin or self.identity[:ORIGIN_DIGITS]  # of the float weights, where the files tell
         self._source = source
         self._names = source.names()
         self.tied = "lm_head.weight" not in self._names if architecture.tied is None else architecture.tied
@@ -60,6 +73,23 @@ class Checkpoint:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ModelError(f"tensor {name} is {kind}, not a float: take the original float checkpoint or a GGUF")
         return tensor.to(dtype).contiguous()
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self._names
+
+    def weight(self, prefix: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | Quantized:
+        """The weight [out, in] of the linear layer `prefix`, quantized if it is so stored.  Raises ModelError."""
+        if self.scheme is None or prefix in self.scheme.kept:
+            return self.read(f"{prefix}.weight", shape, dtype)
+        names = {suffix: f"{prefix}.{suffix}" for suffix in suffixes(self.scheme)}
+        found = {suffix: self._source.read(name) for suffix, name in names.items() if name in self._names}
+        if set(found) == {"weight"} and found["weight"].dtype in FLOATS:  # left alone, whatever the configuration says
+            return self.read(f"{prefix}.weight", shape, dtype)
+        try:
+            return unpack(self.scheme, found, shape)
+        except ModelError as error:
+            raise ModelError(f"{prefix}: {error}") from error
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -81,8 +111,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _open_directory(directory: Path) -> Checkpoint:
     architecture, eos_ids = from_directory(directory)
     files = _shards(directory)
+    config = json.loads((directory / "config.json").read_bytes())  # was understood a moment ago
+    quantization = config.get("quantization_config")
+    if quantization is not None and not isinstance(quantization, dict):
+        raise ModelError("quantization_config of config.json is no object: download the model again")
+    scheme = None if quantization is None else read_scheme(quantization)
+    ours = config.get("pellucid")  # what our converter notes of the weights that it was given
+    origin = str(ours.get("origin", "")) if isinstance(ours, dict) else ""
+    identified = (directory / "config.json", *files)
     source = SafetensorsSource(files)
-    return Checkpoint(architecture, eos_ids, source, (directory / "config.json", *files))
+    return Checkpoint(architecture, eos_ids, source, identified, scheme=scheme, origin=origin)
 
 
 def _shards(directory: Path) -> tuple[Path, ...]:

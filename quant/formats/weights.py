@@ -9,6 +9,7 @@ A weight is [out, in]: out output channels, in input columns, as torch.nn.Linear
 it stands for; how they lie in a file is the business of `quant.formats.layouts`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +74,21 @@ class Fp8:
 
 
 @dataclass(frozen=True, slots=True)
+class Nested:
+    """The scales of Nf4's blocks, quantized themselves in blocks of 256 (QLoRA, 3, "double quantization")."""
+
+    codes: Tensor  # uint8 [blocks]
+    absmax: Tensor  # float32 [ceil(blocks / 256)]
+    table: Tensor  # float32 [256]
+    offset: float  # the mean of the scales, taken off before and added after
+
+    def dense(self) -> Tensor:
+        """The scales, float32 [blocks].  One of a block of zeros may come out slightly below 0."""
+        of_block = torch.arange(self.codes.numel(), device=self.codes.device) // NESTED_BLOCK
+        return self.table[self.codes.long()] * self.absmax[of_block] + self.offset
+
+
+@dataclass(frozen=True, slots=True)
 class Nf4:
     """Blocks of 64 values of the flattened weight, each a code into `table` times the block's largest (QLoRA, 3)."""
 
@@ -80,6 +96,8 @@ class Nf4:
     absmax: Tensor  # float32 [ceil(out * in / 64)]
     table: Tensor  # float32 [16]
     shape: tuple[int, int]
+    dtype: torch.dtype = torch.bfloat16  # of the weight that it was made from; files say it, and give it back so
+    nested: Nested | None = None  # what `absmax` comes from, if the file has it quantized: to be written as it was read
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The numbers it stands for, multiplied in float32 and rounded once."""
@@ -90,6 +108,7 @@ class Nf4:
 
 
 NF4_BLOCK = 64
+NESTED_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +129,31 @@ class LlmInt8:
 
 
 Quantized = Affine | Fp8 | Nf4 | LlmInt8
+
+
+def stack(weights: Sequence[Quantized]) -> Quantized | None:
+    """Weights of the same input, one below the other.  None if no common form holds them exactly as they are."""
+    affine = [weight for weight in weights if isinstance(weight, Affine)]
+    if len(affine) == len(weights):
+        return _stack_affine(affine)
+    fp8 = [weight for weight in weights if isinstance(weight, Fp8)]
+    if len(fp8) == len(weights):
+        scales = [weight.scale.expand(weight.shape[0], 1) for weight in fp8]
+        return Fp8(torch.cat([weight.values for weight in fp8]), torch.cat(scales))
+    return None
+
+
+def _stack_affine(weights: Sequence[Affine]) -> Affine | None:
+    first = weights[0]
+    for weight in weights:
+        if (weight.bits, weight.groups) != (first.bits, first.groups):
+            return None
+        if not torch.equal(weight.column_groups, first.column_groups):
+            return None
+    zero = None
+    if any(weight.zero is not None for weight in weights):
+        none = torch.zeros(1, dtype=torch.int16)
+        zeros = [none.expand_as(weight.scale) if weight.zero is None else weight.zero for weight in weights]
+        zero = torch.cat(zeros)
+    scale = torch.cat([weight.scale for weight in weights])
+    return Affine(torch.cat([weight.codes for weight in weights]), scale, zero, first.columns, first.bits)
