@@ -15,7 +15,8 @@ from typing import NoReturn, TypeVar
 import click
 
 from launch.errors import UserError
-from launch.options import OPTIONS, Option, ServeOptions, nearest, read_options
+from launch.options import OPTIONS, Option, ServeOptions, read_options
+from launch.parse import nearest
 from quant.command import quantize
 
 VERSION = "0.1.0"

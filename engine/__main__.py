@@ -66,7 +66,13 @@ def serve(options: EngineOptions, device: Device, server: Server) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    log.info("engine_ready", replica=options.replica, model=options.model_name, **device.facts.details)
+    log.info(
+        "engine_ready",
+        replica=options.replica,
+        model=options.model_name,
+        weights=device.facts.weights.label,
+        **device.facts.details,
+    )
     try:
         loop.run()
     finally:
@@ -106,6 +112,7 @@ def hello(options: EngineOptions, device: Device) -> Hello:
         waiting_max=options.waiting_max,
         eos_ids=facts.eos_ids,
         details=facts.details,
+        weights=facts.weights,
     )
 
 

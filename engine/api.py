@@ -92,6 +92,10 @@ class Fault(msgspec.Struct, frozen=True):
     param: str | None = None
 
 
+DEGENERATE = "degenerate_output"
+"""The code of a fault whose message is about the model's numbers, and fit for the person who asked."""
+
+
 class Finish(msgspec.Struct, frozen=True):
     """The end of a sequence."""
 
@@ -120,6 +124,16 @@ class Delta(msgspec.Struct, frozen=True):
         return Delta(self.request_id, self.tokens + newer.tokens, self.logprobs + newer.logprobs, newer.finish)
 
 
+class WeightFacts(msgspec.Struct, frozen=True):
+    """In which numbers the weights of linear layers are held, and which weights they were made of."""
+
+    method: str = "none"  # none: floats; int8, fp8, gptq, packed, nf4, llm-int8
+    bits: int = 0
+    group_size: int = -1  # weights that share a scale; -1: those of an output channel or of all
+    label: str = "float"  # all of it in one word: gptq-4bit-g64
+    origin: str = ""  # a hash of the float weights
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """What an engine says of itself when a gateway connects."""
 
@@ -137,6 +151,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     waiting_max: int
     eos_ids: tuple[int, ...]
     details: dict[str, str] = {}  # dtype, kernels, threads: for /health and logs
+    weights: WeightFacts = WeightFacts()
 
 
 class StepFrame(msgspec.Struct, frozen=True, kw_only=True, tag="step"):

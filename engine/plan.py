@@ -51,7 +51,8 @@ class SliceResult(msgspec.Struct, frozen=True):
 
     emitted: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    fault: str = ""  # not empty: the numbers were no numbers; this sequence cannot go on
+    fault: str = ""  # not empty: why this sequence cannot go on
+    degenerate: str = ""  # of telemetry.records.DEGENERATE_KINDS: with a fault that is the model's
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,9 +19,10 @@ import msgspec
 
 from engine import admission
 from engine.admission import door_fault
-from engine.api import Abort, Delta, Fault, Finish, FinishReason, GenerateRequest, Message
+from engine.api import DEGENERATE, Abort, Delta, Fault, Finish, FinishReason, GenerateRequest, Message
 from engine.blocks import BlockPool
 from engine.config import SchedulerConfig
+from engine.degenerate import degenerate_fault
 from engine.plan import Slice, SliceResult, StepPlan, StepResult
 from engine.sequence import Sequence, Status
 from telemetry.records import KvBook, RequestRecord
@@ -307,7 +308,9 @@ class Scheduler:
         """Take the tokens that were sampled, and see whether they end the sequence."""
         if answer.fault:
             self.pool.forget(sequence.blocks)
-            self._finish(sequence, "failed", now_ns, Fault("internal_error", answer.fault))
+            sequence.degenerate = answer.degenerate
+            code = DEGENERATE if answer.degenerate else "internal_error"
+            self._finish(sequence, "failed", now_ns, Fault(code, answer.fault))
             return
         assert (piece.sample is None) == (not answer.emitted)
         request = sequence.request
@@ -321,7 +324,13 @@ class Scheduler:
                 )
                 return
         if answer.emitted:
-            self._deltas.append(Delta(request.request_id, answer.emitted, answer.logprobs))
+            news = Delta(request.request_id, answer.emitted, answer.logprobs)
+            fault = degenerate_fault(sequence)
+            if fault is not None:
+                sequence.degenerate = "repeated"
+                self._finish(sequence, "failed", now_ns, fault, news=news)
+                return
+            self._deltas.append(news)
 
     def _outcome(self, first: int, again: int, decode: int, emitted: int) -> Outcome:
         outcome = Outcome(

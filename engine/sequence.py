@@ -48,6 +48,8 @@ class Sequence:
         self.computed_tokens = 0
         self.recomputed_tokens = 0
         self.steps = 0
+        self.repeats = _repeats(self.outputs)
+        self.degenerate = ""  # of telemetry.records.DEGENERATE_KINDS, once that is what ends it
         self._first_token_ns = 0
         self._last_token_ns = 0
         self._gap_max_ns = 0
@@ -134,7 +136,9 @@ class Sequence:
 
     def emit(self, token: int, now_ns: int) -> None:
         """One more output token."""
+        alike = self.repeats == self.output_length and (not self.repeats or token == self.tokens[-1])
         self.tokens.append(token)
+        self.repeats += alike
         if self._last_token_ns:
             self._gap_max_ns = max(self._gap_max_ns, now_ns - self._last_token_ns)
         else:
@@ -169,7 +173,13 @@ class Sequence:
             kv_block_ns=self._block_ns,
             first_token_ns=self._first_token_ns,
             gap_max_ns=self._gap_max_ns,
+            degenerate=self.degenerate,
         )
+
+
+def _repeats(outputs: list[int]) -> int:
+    """How often the first output comes before there is another."""
+    return next((index for index, token in enumerate(outputs) if token != outputs[0]), len(outputs))
 
 
 def uniform(seed: int, position: int) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from engine.api import Finish
+from engine.api import DEGENERATE, Finish
 
 RETRY_AFTER_S = 1
 DRAIN_RETRY_AFTER_S = 5
@@ -153,6 +153,8 @@ def of_finish(finish: Finish) -> ApiError | None:
         case "refused":
             code, param = (fault.code, fault.param) if fault else ("invalid_value", None)
             return ApiError(400, code, message, param=param, outcome="refused")
+        case "failed" if fault is not None and fault.code == DEGENERATE:
+            return ApiError(500, DEGENERATE, message, kind="server_error", outcome="failed")
         case "deadline":
             return ApiError(504, "engine_timeout", message, kind="server_error", outcome="deadline")
         case "shutdown":

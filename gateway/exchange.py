@@ -236,6 +236,7 @@ class Exchange:
             kv_block_ns=_sum(records, "kv_block_ns"),
             first_token_ns=first_ns - self.book.opened_ns if first_ns else 0,
             gap_max_ns=max((record.gap_max_ns for record in records), default=0),
+            degenerate=next((record.degenerate for record in records if record.degenerate), ""),
             model=self.live.model,
             route=self.live.route,
             status=499 if self.gone else self.status,

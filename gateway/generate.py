@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from engine.api import GenerateRequest, Hello, Sampling
+from engine.api import GenerateRequest, Hello, Sampling, WeightFacts
 from gateway import errors
 from gateway.backend import Call
 from gateway.config import GatewayOptions
@@ -150,6 +150,16 @@ def parameters(asked: Asked) -> dict[str, Attribute]:
         "priority": PRIORITY_OF_TIER[asked.service_tier] if asked.service_tier else None,
     }
     return {name: value for name, value in named.items() if value is not None}
+
+
+def weight_attributes(weights: WeightFacts) -> dict[str, Attribute]:
+    """In which numbers the answer was computed, for the request span."""
+    attributes: dict[str, Attribute] = {"weights_scheme": weights.label, "weights_origin": weights.origin}
+    if weights.bits:
+        attributes["weights_bits"] = weights.bits
+    if weights.group_size > 0:
+        attributes["weights_group_size"] = weights.group_size
+    return attributes
 
 
 class _Running:

@@ -14,7 +14,7 @@ from gateway.backend import Backend, Replica
 from gateway.config import GatewayOptions
 from gateway.decode import T, check_token_ids, decode, split_prompts
 from gateway.exchange import Exchange
-from gateway.generate import Asked, Generation, parameters, plan
+from gateway.generate import Asked, Generation, parameters, plan, weight_attributes
 from gateway.stream import ChatWriter, CompletionWriter, Writer
 from gateway.template import RESERVED, TemplateError
 from gateway.tokens import ModelText
@@ -181,6 +181,7 @@ class Gateway:
         planned = plan(asked, prompts, exchange, hello, self.text, self.options)
         exchange.live.prompt_tokens = sum(len(message.prompt) for message in planned.messages)
         exchange.live.choices = len(planned.messages)
+        exchange.live.parameters |= weight_attributes(hello.weights)
         self.running.add(exchange)
         self._idle.clear()
         generation = Generation(exchange, planned, self.text, self.options)
@@ -255,6 +256,7 @@ class Gateway:
                 "fingerprint": hello.fingerprint,
                 "reproducible": hello.reproducible,
                 "context_max": hello.context_max,
+                "weights": hello.weights.label,
                 "details": dict(hello.details),
             }
             for hello in hellos
@@ -271,6 +273,20 @@ class Gateway:
             "created": self.started_s,
             "owned_by": "pellucid",
             "max_model_len": context_max,
+            "quantization": self._quantization(),
+        }
+
+    def _quantization(self) -> Json:
+        """In which numbers the weights are held; null while no engine has said so."""
+        weights = next((hello.weights for hello in self.backend.hellos()), None)
+        if weights is None:
+            return None
+        return {
+            "scheme": weights.label,
+            "method": weights.method,
+            "bits": weights.bits or None,
+            "group_size": weights.group_size if weights.group_size > 0 else None,
+            "origin": weights.origin,
         }
 
 

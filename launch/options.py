@@ -5,14 +5,14 @@ A setting is taken from its flag, else from its `PELLUCID_*` variable, else from
 default.  What nobody knows is an error in each of the three places, and the message names the nearest known one.
 """
 
-import difflib
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from launch.errors import UserError
+from launch.parse import nearest, one_of, parse_list, parse_switch, parse_text, parse_url, seconds, whole
 from launch.sizes import KvMemory, parse_bytes, parse_kv_memory
 
 PREFIX = "PELLUCID_"
@@ -51,75 +51,6 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     def switch(self) -> bool:
         """Whether it is on or off, and takes no value as a flag."""
         return self.parse is parse_switch
-
-
-def whole(*, least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
-    """A parser of whole numbers within bounds."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise ValueError(f"{text!r} is not a whole number") from None
-        if not least <= value <= most:
-            raise ValueError(f"{value} is not in {least} .. {most}")
-        return value
-
-    return parse
-
-
-def seconds(*, least: float, most: float = 86400.0) -> Callable[[str], float]:
-    """A parser of seconds within bounds."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text.removesuffix("s"))
-        except ValueError:
-            raise ValueError(f"{text!r} is not a number of seconds") from None
-        if not least <= value <= most:  # also false for NaN
-            raise ValueError(f"{text} is not in {least:g} .. {most:g} seconds")
-        return value
-
-    return parse
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """A parser of a closed vocabulary."""
-
-    def parse(text: str) -> str:
-        if text.lower() not in choices:
-            raise ValueError(f"{text!r} is not one of {', '.join(choices)}{nearest(text.lower(), choices)}")
-        return text.lower()
-
-    return parse
-
-
-def parse_switch(text: str) -> bool:
-    """On or off."""
-    if text.lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.lower() in ("0", "false", "no", "off"):
-        return False
-    raise ValueError(f"{text!r} is neither true nor false")
-
-
-def parse_text(text: str) -> str:
-    """Any text but none."""
-    if not text.strip():
-        raise ValueError("is empty")
-    return text
-
-
-def parse_url(text: str) -> str:
-    """A base URL, or nothing."""
-    if text and not text.startswith(("http://", "https://")):
-        raise ValueError(f"{text!r} is not an http:// or https:// URL")
-    return text
-
-
-def parse_list(text: str) -> tuple[str, ...]:
-    """Texts separated by commas."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 OPTIONS = (
@@ -171,6 +102,20 @@ OPTIONS = (
         metavar="TYPE",
         help="auto, float32 or bfloat16; auto is bfloat16 where the processor multiplies it natively.",
         parse=one_of("auto", "float32", "bfloat16"),
+    ),
+    Option(
+        name="quantization",
+        default="none",
+        metavar="SCHEME",
+        help="What float weights are rounded to at load: none, int8, fp8 or nf4. A quantized model needs none.",
+        parse=one_of("none", "int8", "fp8", "nf4"),
+    ),
+    Option(
+        name="kv_dtype",
+        default="auto",
+        metavar="TYPE",
+        help="Keys and values: auto is as --dtype, int8 and fp8 take about half of the memory.",
+        parse=one_of("auto", "int8", "fp8"),
     ),
     Option(
         name="threads",
@@ -285,6 +230,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     insecure_open: bool
     data_dir: str
     dtype: str
+    quantization: str
+    kv_dtype: str
     threads: int
     max_context: int
     kv_memory: KvMemory
@@ -299,12 +246,6 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     otlp_endpoint: str
     log_level: str
     log_format: str
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the known word that is most alike, or nothing."""
-    found = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def read_options(flags: Given, environ: Mapping[str, str], config: str | None = None) -> ServeOptions:

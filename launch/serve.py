@@ -208,6 +208,8 @@ def engine_options(options: ServeOptions, model: Model, folder: Path, kv_bytes: 
         model_name=options.model_name or model.name,
         listen=f"unix:{socket_path(folder)}",
         dtype=options.dtype,
+        quantization=options.quantization,
+        kv_dtype=options.kv_dtype,
         threads=options.threads,
         context_max=options.max_context,
         kv_memory_bytes=kv_bytes,

@@ -25,7 +25,7 @@ import msgspec
 from launch.errors import UserError
 from launch.fetch import Fetch, fetch_hub, fetch_wheel
 from launch.known import KNOWN_MODELS
-from launch.options import nearest
+from launch.parse import nearest
 from launch.sizes import format_bytes
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

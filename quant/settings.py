@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from launch.errors import UserError
-from launch.options import one_of, parse_text, whole
+from launch.parse import one_of, parse_text, whole
 from quant.formats.scheme import Granularity, Method, Scheme
 
 Value = str | int | float | None

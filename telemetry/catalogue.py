@@ -121,6 +121,14 @@ REQUEST_METRICS = (
         zeros=True,
     ),
     Metric(
+        name="pellucid_degenerate_outputs_total",
+        kind="counter",
+        help="Requests that failed because the model's output was none: a broken checkpoint, or too coarse numbers.",
+        labels=("kind",),
+        of_request=lambda r: [((r.degenerate,), 1)] if r.degenerate else [],
+        zeros=True,
+    ),
+    Metric(
         name="pellucid_request_kv_block_seconds_total",
         kind="counter",
         help="KV blocks held by ended requests, times the time for which they held them.",

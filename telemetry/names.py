@@ -50,6 +50,11 @@ REQUEST_PARAMETERS = {
     "logprobs": "pellucid.request.logprobs",
     "ignore_eos": "pellucid.request.ignore_eos",
     "priority": "pellucid.request.priority",
+    # What answered it.
+    "weights_scheme": "pellucid.quantization.scheme",
+    "weights_bits": "pellucid.quantization.bits",
+    "weights_group_size": "pellucid.quantization.group_size",
+    "weights_origin": "pellucid.model.origin",
 }
 """Which parameters of a request become span attributes.  Stop strings do not: they are text of the user's."""
 

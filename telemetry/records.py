@@ -45,6 +45,14 @@ GATEWAY_STATES = (
 """What a request may be doing while the gateway has it, before or after the engine."""
 
 
+DEGENERATE_KINDS = (
+    "not_a_number",  # NaN or infinite
+    "flat",  # all logits are the same: any token is as good as another
+    "repeated",  # one token, over and over from the start
+)
+"""In which ways the output of a model can be none: a broken checkpoint, or numbers too coarse for it."""
+
+
 class KvBook(msgspec.Struct, frozen=True):
     """Where each KV slot of the pool is, at the end of a step.  Shared blocks count once."""
 
@@ -105,6 +113,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_block_ns: int = 0  # blocks held x time held
     first_token_ns: int = 0  # from accepted_ns to the first output token; 0: there was none
     gap_max_ns: int = 0  # longest time between two output tokens
+    degenerate: str = ""  # of DEGENERATE_KINDS: why it failed
     # The gateway's own facts.
     model: str = ""
     route: str = ""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from telemetry.records import ENGINE_STATES, GATEWAY_STATES, STEP_PARTS, RequestRecord, StepRecord
+from telemetry.records import DEGENERATE_KINDS, ENGINE_STATES, GATEWAY_STATES, STEP_PARTS, RequestRecord, StepRecord
 
 NS_PER_S = 1_000_000_000
 OTHER = "other"
@@ -87,6 +87,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "verdict": ("accepted", "rejected"),
     "work": ("prefill", "recompute", "decode", "draft"),
     "reason": DROP_REASONS,
+    "kind": (*DEGENERATE_KINDS, OTHER),
     "generation": ("0", "1", "2"),
     "gen_ai_operation_name": ("chat", "text_completion"),
     "gen_ai_provider_name": ("pellucid",),

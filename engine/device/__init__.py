@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine.api import WeightFacts
 from engine.plan import StepPlan, StepResult
 
 
@@ -29,6 +30,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str  # weights + precision + build: same fingerprint and seed, same output
     reproducible: bool  # a row's result was found not to depend on its neighbours
     details: dict[str, str]  # dtype, kernels, threads: for /health and logs
+    weights: WeightFacts = WeightFacts()
 
 
 class Device(Protocol):

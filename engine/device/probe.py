@@ -15,6 +15,7 @@ from engine.device.batch import BatchBuilder, padded_rows
 from engine.device.kv import BLOCK_SLOTS, KvCache
 from engine.device.model import Decoder
 from engine.plan import SampleSpec, Slice, StepPlan
+from quant.formats.architecture import Architecture
 
 PROBE_LAYERS = 2
 PROBE_TOKENS = 560  # more than flash attention's tile of 512 keys
@@ -27,13 +28,13 @@ class Probe:
     """Runs one pseudo-random sequence in different company."""
 
     def __init__(
-        self, decoder: Decoder, builder: BatchBuilder, dtype: torch.dtype, *, row_tile: int, context_max: int
+        self, decoder: Decoder, builder: BatchBuilder, kv: KvCache, *, row_tile: int, context_max: int
     ) -> None:
         a = decoder.architecture
         self._decoder = decoder
         self._builder = builder
         self._row_tile = row_tile
-        self._kv = KvCache(a, layers=min(PROBE_LAYERS, a.layers), blocks_max=PROBE_BLOCKS, dtype=dtype)
+        self._kv = kv
         count = min(PROBE_TOKENS, context_max)
         generator = torch.Generator().manual_seed(1)
         self._tokens: list[int] = torch.randint(0, a.vocab_size, (count,), generator=generator).tolist()
@@ -89,6 +90,11 @@ class Probe:
                 tokens = tuple(self._tokens[start : start + count])
                 pieces.append(Slice(sequence=number, start=start, tokens=tokens, blocks=blocks))
         return pieces
+
+
+def probe_layers(architecture: Architecture) -> int:
+    """How many layers' cache a probe needs; it computes no more of them."""
+    return min(PROBE_LAYERS, architecture.layers)
 
 
 def _ragged(total: int) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ from torch import Tensor
 from engine.api import TokenLogprobs
 from engine.plan import SampleSpec, SliceResult
 
+NO_NUMBER = "The model's numbers are none: the checkpoint may be broken, or quantized too coarsely."
+FLAT = "The model finds all tokens equally likely: the checkpoint may be broken, or quantized too coarsely."
 GREEDY_BELOW = 1e-5  # a temperature below it is 0: dividing by it would only overflow
 _HEAD = 256  # candidates that are sorted before anybody has to sort the whole vocabulary
 
@@ -28,12 +30,16 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SliceResult]:
 
     A row without a number to choose is that row's fault and nobody else's.
     """
+    # Before penalties and bans, which would hide it.
+    flat = (torch.amin(logits, -1) == torch.amax(logits, -1)).tolist() if logits.shape[1] > 1 else [False] * len(specs)
     faults = [_adjust(row, spec) for row, spec in zip(logits, specs, strict=False)]
     best, chosen = torch.max(logits, -1)
     usable = torch.isfinite(best).tolist()
+    degenerate = [""] * len(specs)
     for row in range(len(specs)):
-        if not usable[row] and not faults[row]:
-            faults[row] = "the model's output is not a number"
+        if not faults[row] and (not usable[row] or flat[row]):
+            degenerate[row] = "flat" if usable[row] else "not_a_number"
+            faults[row] = FLAT if usable[row] else NO_NUMBER
     tokens: list[int] = chosen.tolist()
     drawn = [row for row, spec in enumerate(specs) if not faults[row] and spec.sampling.temperature >= GREEDY_BELOW]
     if drawn:
@@ -45,7 +51,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SliceResult]:
         counts = [specs[row].sampling.logprobs or 0 for row in asked]
         logprobs = dict(zip(asked, _logprobs(logits[asked], [tokens[row] for row in asked], counts), strict=True))
     return [
-        SliceResult(fault=faults[row])
+        SliceResult(fault=faults[row], degenerate=degenerate[row])
         if faults[row]
         else SliceResult((tokens[row],), (logprobs[row],) if row in logprobs else ())
         for row in range(len(specs))

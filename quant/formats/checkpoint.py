@@ -17,6 +17,7 @@ from torch import Tensor
 from quant.formats.architecture import Architecture, from_directory
 from quant.formats.errors import ModelError
 from quant.formats.gguf_weights import open_gguf
+from quant.formats.kept import is_kept
 from quant.formats.layouts import read_scheme, suffixes, unpack
 from quant.formats.scheme import Scheme
 from quant.formats.weights import Quantized
@@ -80,16 +81,13 @@ class Checkpoint:
 
     def weight(self, prefix: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | Quantized:
         """The weight [out, in] of the linear layer `prefix`, quantized if it is so stored.  Raises ModelError."""
-        if self.scheme is None or prefix in self.scheme.kept:
+        if self.scheme is None or is_kept(self.scheme, prefix):
             return self.read(f"{prefix}.weight", shape, dtype)
         names = {suffix: f"{prefix}.{suffix}" for suffix in suffixes(self.scheme)}
         found = {suffix: self._source.read(name) for suffix, name in names.items() if name in self._names}
         if set(found) == {"weight"} and found["weight"].dtype in FLOATS:  # left alone, whatever the configuration says
             return self.read(f"{prefix}.weight", shape, dtype)
-        try:
-            return unpack(self.scheme, found, shape)
-        except ModelError as error:
-            raise ModelError(f"{prefix}: {error}") from error
+        return unpack(self.scheme, found, shape, name=prefix)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

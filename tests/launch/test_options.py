@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.errors import UserError
-from launch.options import BY_NAME, OPTIONS, Option, parse_switch, read_options
+from launch.options import BY_NAME, OPTIONS, Option, read_options
+from launch.parse import parse_switch
 from launch.sizes import KvMemory, available_bytes, format_bytes, parse_bytes, parse_kv_memory
 
 
@@ -33,6 +34,8 @@ def test_every_option_can_be_given_in_every_place(option: Option, tmp_path: Path
         "prefix_cache": "false",
         "log_level": "debug",
         "dtype": "float32",
+        "quantization": "int8",
+        "kv_dtype": "fp8",
         "log_format": "json",
         "otlp_endpoint": "http://x:4318",
         "max_body": "1MiB",

@@ -38,6 +38,8 @@ GIVEN = {
     "model_name": "n",
     "host": "::1",
     "dtype": "float32",
+    "quantization": "int8",
+    "kv_dtype": "fp8",
     "threads": "3",
     "max_context": "77",
     "max_queue": "5",

@@ -13,6 +13,7 @@ from engine.device.batch import Batch, BatchBuilder
 from engine.device.kernels import Kernels
 from engine.device.kernels.reference import ReferenceKernels
 from engine.device.kernels.torch_fast import TorchFastKernels, _spans
+from engine.device.kv import FloatLayer
 from engine.plan import Slice, StepPlan
 from quant.formats.architecture import Rope
 from quant.formats.rope import RopeTable
@@ -60,10 +61,10 @@ def test_linear(
     before = add.clone()
     with torch.inference_mode():
         plain, biased = kernels.prepare(weight, None), kernels.prepare(weight, bias)
-        _close(kernels.linear(x, plain), product, dtype)
-        _close(kernels.linear(x, plain, add=add), product + _exact(add), dtype)
-        _close(kernels.linear(x, biased), product + _exact(bias), dtype)
-        _close(kernels.linear(x, biased, add=add), product + _exact(bias) + _exact(add), dtype)
+        _close(plain(x), product, dtype)
+        _close(plain(x, add=add), product + _exact(add), dtype)
+        _close(biased(x), product + _exact(bias), dtype)
+        _close(biased(x, add=add), product + _exact(bias) + _exact(add), dtype)
     assert torch.equal(add, before), "the residual must not be overwritten"
 
 
@@ -184,7 +185,7 @@ def test_attend(name: str, dtype: torch.dtype, window: int, coarse: bool, monkey
         before = cache.clone()
         qkv = torch.randn(len(batch.tokens), (QUERY_HEADS + 2 * KV_HEADS) * HEAD_DIM).to(dtype)
         with torch.inference_mode():
-            out = kernels.attend(qkv, cache, batch, window=window, kv_heads=KV_HEADS)
+            out = kernels.attend(qkv, FloatLayer(cache), batch, window=window, kv_heads=KV_HEADS)
         _check_writes(before, cache, qkv, batch)
         for piece, last in zip(plan.slices, batch.last_rows, strict=True):
             rows = slice(last + 1 - len(piece.tokens), last + 1)
@@ -210,7 +211,7 @@ def test_poison_in_anothers_block_is_not_touched(name: str, monkeypatch: pytest.
         cache[list(piece.blocks)] = 1.0
     qkv = torch.randn(len(batch.tokens), (QUERY_HEADS + 2 * KV_HEADS) * HEAD_DIM)
     with torch.inference_mode():
-        out = kernels.attend(qkv, cache, batch, window=0, kv_heads=KV_HEADS)
+        out = kernels.attend(qkv, FloatLayer(cache), batch, window=0, kv_heads=KV_HEADS)
     assert torch.isfinite(out[: batch.rows]).all()
 
 
@@ -244,7 +245,7 @@ def test_a_row_has_the_same_bits_among_others(dtype: torch.dtype, inner: int) ->
             kernels.rotate(heads, cos[part], sin[part])
             one = x[part].contiguous()
             return (
-                kernels.linear(one, linear, add=add[part].contiguous()),
+                linear(one, add=add[part].contiguous()),
                 kernels.gated(one, gate_up),
                 kernels.norm(one, weight, 1e-5),
                 heads,

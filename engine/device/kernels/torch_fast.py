@@ -14,9 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.device.batch import QUERY_TILE, Batch, Group
-from engine.device.kernels import Linear
+from engine.device.kernels import Product
+from engine.device.kernels.products import FloatProduct, Int4Product, Int8Product, rounded, takes_int4
+from engine.device.kv import KvLayer
+from quant.formats.scheme import Activations, Scheme
+from quant.formats.weights import Affine, Quantized
 
-_PACK_ROWS = 16  # a hint for the packed layout, not a limit
 _GRAIN = 32768  # elements below which torch leaves an operation to one thread
 _SPAN_COLUMNS = _GRAIN // 2  # so a row has one share, two rows have at most two, and so on
 
@@ -25,27 +28,24 @@ class TorchFastKernels:
     """Implements `Kernels`; `packs` says whether oneDNN can take this dtype on this machine."""
 
     def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._packs = packs(dtype)
+        self._int4 = dtype == torch.bfloat16 and self._packs  # torch's 4-bit kernel is vectorized for bfloat16 only
         self.name = "onednn" if self._packs else "torch"
 
-    def prepare(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Reorder into oneDNN's blocked layout, once."""
-        if self._packs:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
-        return Linear(weight, bias)
+    def prepare(self, weight: Tensor | Quantized, bias: Tensor | None, activations: Activations = "float") -> Product:
+        """The smallest form that has a kernel here; else dequantized."""
+        if isinstance(weight, Affine):
+            if activations == "int8" and weight.groups == 1 and weight.zero is None:
+                return Int8Product(weight, bias)
+            if activations == "float" and self._int4 and takes_int4(weight):
+                return Int4Product(weight, bias)
+        dense = weight if isinstance(weight, Tensor) else weight.dense(self._dtype)
+        return rounded(FloatProduct(dense, bias, packed=self._packs), activations)
 
-    def linear(self, x: Tensor, linear: Linear, add: Tensor | None = None) -> Tensor:
-        """One call: the sum with `add` is made on the float32 accumulators."""
-        if not self._packs:
-            y = F.linear(x, linear.weight, linear.bias)
-            return y if add is None else y + add
-        if add is None:
-            return _product(x, linear)
-        return _product_with_sum(x, add, linear)
-
-    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+    def gated(self, x: Tensor, gate_up: Product) -> Tensor:
         """One product for both; SiLU runs over spans of whole rows, see `_spans`."""
-        both = self.linear(x, gate_up)
+        both = gate_up(x)
         rows, columns = both.shape[0], both.shape[1] // 2
         gate, up = both.split(columns, 1)
         out = torch.empty(rows, columns, dtype=x.dtype)
@@ -67,16 +67,25 @@ class TorchFastKernels:
         turned = torch.roll(exact, heads.shape[-1] // 2, -1).mul_(sin)
         heads.copy_(torch.mul(exact, cos).add_(turned))
 
-    def attend(self, qkv: Tensor, cache: Tensor, batch: Batch, *, window: int, kv_heads: int) -> Tensor:
-        """One index_copy for keys and values together, one gather and one fused call per group."""
-        blocks, slots, _, _, head_dim = cache.shape
-        query_size = qkv.shape[1] - 2 * kv_heads * head_dim
-        cache.view(blocks * slots, -1).index_copy_(0, batch.slots, qkv[: batch.rows, query_size:])
+    def attend(self, qkv: Tensor, cache: KvLayer, batch: Batch, *, window: int, kv_heads: int) -> Tensor:
+        """One write for keys and values together, one gather and one fused call per group."""
+        query_size = qkv.shape[1] - 2 * kv_heads * cache.head_dim
+        cache.write(batch.slots, qkv[: batch.rows, query_size:])
         out = torch.zeros(qkv.shape[0], query_size, dtype=qkv.dtype)
         for group in batch.groups:
             rows = slice(group.first_row, group.first_row + group.sequences * group.count)
-            _attend_group(qkv[rows, :query_size], cache, group, group.masks[window], out[rows])
+            pairs = cache.read(group.blocks).view(group.sequences, -1, 2, kv_heads, cache.head_dim)
+            _attend_group(qkv[rows, :query_size], pairs, group, group.masks[window], out[rows])
         return out
+
+
+def weight_bytes(scheme: Scheme | None, dtype: torch.dtype) -> float:
+    """Memory of one weight of a linear layer, scales included: an estimate, before anything is read."""
+    if scheme is not None and scheme.method == "int8" and scheme.granularity != "group":
+        return 1.0
+    if scheme is not None and scheme.method in ("gptq", "packed") and scheme.bits == 4 and dtype == torch.bfloat16:
+        return 0.5 + 4 / max(scheme.group_size, 32)
+    return dtype.itemsize
 
 
 def packs(dtype: torch.dtype) -> bool:
@@ -84,16 +93,6 @@ def packs(dtype: torch.dtype) -> bool:
     if not torch._C._has_mkldnn:
         return False
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _product(x: Tensor, linear: Linear) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, linear.weight, linear.bias, "none", [], "")
-    return y
-
-
-def _product_with_sum(x: Tensor, add: Tensor, linear: Linear) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, add, linear.weight, linear.bias, "add")
-    return y
 
 
 def _spans(rows: int, columns: int, threads: int) -> Iterator[tuple[int, int]]:
@@ -113,11 +112,14 @@ def _spans(rows: int, columns: int, threads: int) -> Iterator[tuple[int, int]]:
         start += count
 
 
-def _attend_group(queries: Tensor, cache: Tensor, group: Group, mask: Tensor, out: Tensor) -> None:
-    """Query heads that share a key head are rows of one product, and so are the tokens of a tile."""
-    n, t, slots = group.sequences * group.tiles, group.tile_tokens, group.width * cache.shape[1]
-    kv_heads, head_dim = cache.shape[-2:]
-    pairs = cache.index_select(0, group.blocks).view(group.sequences, slots, 2, kv_heads, head_dim)
+def _attend_group(queries: Tensor, pairs: Tensor, group: Group, mask: Tensor, out: Tensor) -> None:
+    """
+    Query heads that share a key head are rows of one product, and so are the tokens of a tile.
+
+    `pairs` is [sequences, slots, 2, kv_heads, head_dim]: keys and values of each padded table.
+    """
+    n, t = group.sequences * group.tiles, group.tile_tokens
+    kv_heads, head_dim = pairs.shape[-2:]
     if group.tiles > 1:  # one sequence, all of whose tiles look at the same keys
         pairs = pairs.expand(n, -1, -1, -1, -1)
         queries = F.pad(queries, (0, 0, 0, n * t - group.count))

@@ -1,0 +1,82 @@
+"""
+Parsers of single settings.  Each takes what a person wrote, and raises ValueError with the words that go behind the
+name of the place where it stood.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable
+
+
+def whole(*, least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """A parser of whole numbers within bounds."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a whole number") from None
+        if not least <= value <= most:
+            raise ValueError(f"{value} is not in {least} .. {most}")
+        return value
+
+    return parse
+
+
+def seconds(*, least: float, most: float = 86400.0) -> Callable[[str], float]:
+    """A parser of seconds within bounds."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text.removesuffix("s"))
+        except ValueError:
+            raise ValueError(f"{text!r} is not a number of seconds") from None
+        if not least <= value <= most:  # also false for NaN
+            raise ValueError(f"{text} is not in {least:g} .. {most:g} seconds")
+        return value
+
+    return parse
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A parser of a closed vocabulary."""
+
+    def parse(text: str) -> str:
+        if text.lower() not in choices:
+            raise ValueError(f"{text!r} is not one of {', '.join(choices)}{nearest(text.lower(), choices)}")
+        return text.lower()
+
+    return parse
+
+
+def parse_switch(text: str) -> bool:
+    """On or off."""
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{text!r} is neither true nor false")
+
+
+def parse_text(text: str) -> str:
+    """Any text but none."""
+    if not text.strip():
+        raise ValueError("is empty")
+    return text
+
+
+def parse_url(text: str) -> str:
+    """A base URL, or nothing."""
+    if text and not text.startswith(("http://", "https://")):
+        raise ValueError(f"{text!r} is not an http:// or https:// URL")
+    return text
+
+
+def parse_list(text: str) -> tuple[str, ...]:
+    """Texts separated by commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the known word that is most alike, or nothing."""
+    found = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]!r}?" if found else ""
