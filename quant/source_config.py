@@ -20,7 +20,7 @@ _FREQUENCIES_ALIKE = 1e-4
 def config_of(path: Path, checkpoint: Checkpoint) -> dict[str, object]:
     """The configuration of the source at `path`, fit for the result's directory.  Raises ModelError."""
     if path.is_file():
-        return config_from_architecture(checkpoint)
+        return config_from_architecture(checkpoint.architecture, checkpoint.eos_ids, tied=checkpoint.tied)
     return updated(json.loads((path / "config.json").read_bytes()))
 
 
@@ -43,11 +43,9 @@ def updated(config: dict[str, object]) -> dict[str, object]:
     return config
 
 
-def config_from_architecture(checkpoint: Checkpoint) -> dict[str, object]:
+def config_from_architecture(a: Architecture, eos_ids: tuple[int, ...], *, tied: bool) -> dict[str, object]:
     """What transformers would have written for this model.  Raises ModelError for what it has no words for."""
-    a = checkpoint.architecture
     family = "mistral" if a.family == "llama" and any(a.windows) else a.family  # GGUF calls both llama
-    eos = checkpoint.eos_ids
     config: dict[str, object] = {
         "architectures": [next(name for name, known in FAMILIES.items() if known == family)],
         "model_type": family,
@@ -62,12 +60,12 @@ def config_from_architecture(checkpoint: Checkpoint) -> dict[str, object]:
         "max_position_embeddings": a.context_max,
         "rms_norm_eps": a.norm_epsilon,
         "rope_theta": a.rope.theta,
-        "tie_word_embeddings": checkpoint.tied,
+        "tie_word_embeddings": tied,
         "torch_dtype": "bfloat16",
         "use_cache": True,
     }
-    if eos:
-        config["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
+    if eos_ids:
+        config["eos_token_id"] = eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)
     return config | _biases(a, family) | _windows(a, family) | _scaling(a)
 
 

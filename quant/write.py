@@ -86,14 +86,25 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
     while True:
         folder = parent / f"{PREFIX}{secrets.token_hex(4)}"
         folder.mkdir()
-        lock = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if folder.is_dir():
-                return folder, lock
-        except BlockingIOError:
-            pass  # somebody took it for a leftover in this instant, and is removing it
-        os.close(lock)
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # somebody took it for a leftover in this instant, and has removed it
+        except OSError:
+            folder.rmdir()
+            raise
+        if _hold(lock) and folder.is_dir():
+            return folder, lock
+        os.close(lock)  # the same, and it is being removed
+
+
+def _hold(directory: int) -> bool:
+    """Lock it, if nobody else holds it."""
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def remove_leftovers(parent: Path) -> None:
@@ -104,10 +115,8 @@ def remove_leftovers(parent: Path) -> None:
         except OSError:
             continue  # gone in this instant, or not ours
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-        except BlockingIOError:
-            continue
+            if _hold(lock):
+                shutil.rmtree(left, ignore_errors=True)
         finally:
             os.close(lock)
 
