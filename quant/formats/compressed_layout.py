@@ -153,7 +153,9 @@ def read(settings: Settings) -> Scheme:
     if "Linear" not in targets:
         # Only what is targeted is quantized; all other layers are kept.
         meant = [f"(?:{to_expression(target)})" for target in targets]
-        entries.append(f"{EXPRESSION}(?!{'|'.join(meant)})" if meant else f"{EXPRESSION}")
+        if not meant:
+            raise settings.wrong("config_groups", "groups with targets")
+        entries.append(f"{EXPRESSION}(?!{'|'.join(meant)})")
     kept = checked_kept(entries, "quantization_config.ignore")
     return msgspec.structs.replace(schemes[0], kept=kept)
 
