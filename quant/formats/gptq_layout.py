@@ -99,7 +99,8 @@ def _column_groups(scheme: Scheme, tensors: Tensors, columns: int, groups: int) 
         return None
     of_column = tensors.take("g_idx", (torch.int32, torch.int64), (columns,)).to(torch.int32)
     if torch.equal(of_column, consecutive):
-        return None if columns % groups == 0 else consecutive
+        # A last group that is short must be said: without `columns`, groups are equally many.
+        return None if groups == 1 or groups * scheme.group_size == columns else consecutive
     if not scheme.desc_act:
         raise tensors.wrong("g_idx", "is out of order, though the configuration says desc_act is false")
     if int(of_column.min()) < 0 or int(of_column.max()) >= groups:
