@@ -196,7 +196,9 @@ class _Conversion:
 
     def _write(self, folder: Path, report: table.Report) -> None:
         """All files but the tensors."""
-        quantization = quantization_config(report.scheme)
+        quantization = quantization_config(report.scheme, layers=self._checkpoint.architecture.layers)
+        if report.settings.damp is not None:
+            quantization["damp_percent"] = report.settings.damp
         config = config_of(self._model.path, self._checkpoint)
         config |= {"quantization_config": quantization, "pellucid": {"origin": self._checkpoint.origin}}
         write_json(folder / "config.json", config)

@@ -71,31 +71,33 @@ def growing(out: Path) -> Iterator[Path]:
     """A directory beside `out` that becomes `out` through `publish`, or is gone afterwards.  Raises UserError."""
     try:
         remove_leftovers(out.parent)
-        folder, lock = _locked_folder(out.parent)
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)  # not there any more if it was published
-            os.close(lock)
+        while True:
+            folder = out.parent / f"{PREFIX}{secrets.token_hex(4)}"
+            lock = -1
+            try:
+                folder.mkdir()
+                lock = _locked(folder)
+                if lock >= 0:
+                    yield folder
+                    return
+            finally:  # a signal may have come at any moment since the directory was made
+                shutil.rmtree(folder, ignore_errors=True)  # not there any more if it was published
+                if lock >= 0:
+                    os.close(lock)
     except OSError as error:
         raise UserError(os_message(error, out)) from error
 
 
-def _locked_folder(parent: Path) -> tuple[Path, int]:
-    """A fresh directory and the descriptor that holds its lock."""
-    while True:
-        folder = parent / f"{PREFIX}{secrets.token_hex(4)}"
-        folder.mkdir()
-        try:
-            lock = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:
-            continue  # somebody took it for a leftover in this instant, and has removed it
-        except OSError:
-            folder.rmdir()
-            raise
-        if _hold(lock) and folder.is_dir():
-            return folder, lock
-        os.close(lock)  # the same, and it is being removed
+def _locked(folder: Path) -> int:
+    """The descriptor that holds the lock of a fresh directory; -1: somebody takes it for a leftover at this moment."""
+    try:
+        lock = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return -1
+    if _hold(lock) and folder.is_dir():
+        return lock
+    os.close(lock)
+    return -1
 
 
 def _hold(directory: int) -> bool:
