@@ -144,14 +144,16 @@ def _rotate(heads: Tensor, rotation: Rotation) -> Tensor:
 def attend(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
     """Causal attention of as many newest positions as `query` has: [sequences, tokens, query heads * head_dim]."""
     tokens, known = query.shape[2], key.shape[2]
-    if tokens == 1 and window:  # one newest token sees the tail
-        key, value = key[:, :, -window:], value[:, :, -window:]
+    if tokens == 1:  # the newest token sees all of the tail: query heads of one key head are rows of one product
+        key, value = (key, value) if not window else (key[:, :, -window:], value[:, :, -window:])
+        rows = query.squeeze(2).unflatten(1, (key.shape[1], -1))
+        return F.scaled_dot_product_attention(rows, key, value).flatten(1).unsqueeze(1)
     mask = None
-    if tokens > 1 and (tokens != known or 0 < window < known):
+    if tokens != known or 0 < window < known:
         age = torch.arange(known - tokens, known, device=query.device)[:, None] - torch.arange(known, device=key.device)
         mask = (age >= 0) & (age < (window or known))
     attended = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None and tokens > 1, enable_gqa=True
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )
     return attended.transpose(1, 2).flatten(2)
 
