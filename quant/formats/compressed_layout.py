@@ -73,11 +73,10 @@ def unpack(scheme: Scheme, tensors: Tensors, shape: tuple[int, int]) -> Affine |
             raise tensors.wrong("weight", "holds NaN")
         return Fp8(values, scale)
     scale = scale.expand(out, groups).contiguous()
-    if scheme.method == "packed" and "weight_packed" in tensors:
+    # Symmetric 8 bits are stored unpacked by some tools, also where activations are floats.
+    packed_only = scheme.bits != 8 or not scheme.symmetric
+    if scheme.method == "packed" and (packed_only or "weight_packed" in tensors):
         return _unpack_words(scheme, tensors, shape, scale)
-    if scheme.method == "packed" and scheme.bits != 8:
-        raise tensors.wrong("weight_packed", "is missing")
-    # Of 8 bits without rounded activations, which some tools store unpacked.
     _no_zeros(tensors, "weight_zero_point")
     return Affine(tensors.take("weight", (torch.int8,), shape), scale, None, None, 8)
 
