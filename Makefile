@@ -4,6 +4,7 @@
 #   make test      set up with the test extras, then the whole suite          (ARGS='-k name' to choose)
 #   make check     lint, format, types
 #   make bench     the measurements: tests/bench
+#   make quality   what each quantization scheme costs, measured anew, into docs/quantization.md; takes minutes
 #   make install   the set-up alone, with everything
 #   make clean     remove what these made here; models stay in the data directory
 
@@ -12,7 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: help serve test check format bench install lock clean
+.PHONY: help serve test check format bench quality install lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -45,6 +46,10 @@ bench: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull
 	@set -e; for script in $(filter-out %__init__.py %conftest.py,$(wildcard tests/bench/*.py)); do \
 		echo "$$script"; PYTHONPATH=. $(BIN)/python $$script $(ARGS); done
+
+quality: $(VENV)/everything.stamp
+	$(BIN)/pellucid model pull
+	PYTHONPATH=. $(BIN)/python tests/bench/bench_quantize.py --write $(ARGS)
 
 install: $(VENV)/everything.stamp
 

@@ -5,12 +5,16 @@ import re
 import pytest
 
 from launch.options import BY_NAME, OPTIONS, ServeOptions, markdown_table
+from quant import settings as quantize
+from tests.bench import bench_quantize
 from tests.tidy.imports import ROOT, TABLE, tracked
 
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+QUANTIZATION = (ROOT / "docs/quantization.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
+QUANTIZE_FLAGS = {setting.flag for setting in quantize.SETTINGS} | {"--asym"}
 
 
 def test_the_readme_has_the_table_of_options() -> None:
@@ -24,8 +28,18 @@ def test_the_changelog_knows_every_option(option: object) -> None:
 
 def test_the_documents_name_no_option_that_does_not_exist() -> None:
     known = {option.flag for option in OPTIONS} | {"--config", "--help", "--strict", "--no-prefix-cache"}
-    for text in (README, CHANGELOG, CONTRIBUTING):
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - known == set()
+    known |= QUANTIZE_FLAGS
+    for text in (README, CHANGELOG, CONTRIBUTING, QUANTIZATION):
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) - known == set()
+
+
+def test_the_settings_of_quantize_are_documented() -> None:
+    assert quantize.markdown_table() in QUANTIZATION, "its `markdown_table` makes it"
+    assert {flag for flag in QUANTIZE_FLAGS if f"`{flag}`" in CHANGELOG} == QUANTIZE_FLAGS
+
+
+def test_the_document_has_a_place_for_the_measured_table() -> None:
+    assert bench_quantize.BEGIN in QUANTIZATION and bench_quantize.END in QUANTIZATION
 
 
 def test_the_parsed_options_have_one_field_per_row() -> None:
@@ -35,7 +49,7 @@ def test_the_parsed_options_have_one_field_per_row() -> None:
 
 def test_the_documents_name_only_make_targets_that_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", MAKEFILE, re.MULTILINE))
-    named = set(re.findall(r"`make ([a-z]+)", README + CONTRIBUTING + CHANGELOG))
+    named = set(re.findall(r"`make ([a-z]+)", README + CONTRIBUTING + CHANGELOG + QUANTIZATION))
     assert {"serve", "test", "check", "install"} <= named <= targets
 
 
