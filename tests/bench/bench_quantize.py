@@ -58,10 +58,11 @@ def table(reports: list[Report]) -> str:
             f"| {quality.kl_mean:.4f} | {'passes' if report.gate.passed else 'fails'} "
             f"| {cost.seconds:.0f} | {cost.peak_memory_bytes / MIB:.0f} MiB |"
         )
+    quality, calibration = first.quality, first.calibration
     lines += [
         "",
-        f"{first.source.name}, perplexity {first.quality.source_perplexity:.2f} in float32 on {first.evaluation.origin}",
-        f"({first.quality.tokens} predictions); calibration {first.calibration.origin}, {first.calibration.tokens} tokens.",
+        f"{first.source.name}: perplexity {quality.source_perplexity:.2f} in float32 on {first.evaluation.origin}",
+        f"({quality.tokens} predictions); calibration {calibration.origin}, {calibration.tokens} tokens.",
         f"Bits are those of the linear layers, scales included.  Commit {commit or 'unknown'},",
         f"torch {first.versions.torch}, {first.host.processor}, {first.host.threads} threads.",
     ]
