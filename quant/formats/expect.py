@@ -55,7 +55,8 @@ class Settings:
         """An object inside this one, or None."""
         if key not in self.values:
             return None
-        return Settings(self._of(key, dict, None, "an object"), f"{self._place}.{key}")
+        # A key may be somebody else's choice, and hold line ends.
+        return Settings(self._of(key, dict, None, "an object"), f"{self._place}.{shown(key)[1:-1]}")
 
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of strings; empty if it is not there."""
@@ -120,7 +121,7 @@ def pattern(text: str, place: str) -> re.Pattern[str]:
             warnings.simplefilter("ignore")  # about spellings that a later Python may read otherwise
             return re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ModelError(f"{place} has {shown(text)}, which is no regular expression ({error})") from error
+        raise ModelError(f"{place} has {shown(text)}, which is no regular expression ({error}): correct it") from error
 
 
 def shown(value: object) -> str:

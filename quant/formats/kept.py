@@ -64,7 +64,8 @@ def from_expression(text: str) -> str:
 def to_skip(entry: str) -> str:
     """An entry of transformers' `llm_int8_skip_modules`."""
     text = entry.removeprefix(EXPRESSION)
-    return text.removeprefix("(?:").removesuffix(")" + _BOUNDARY) if text.endswith(")" + _BOUNDARY) else text
+    inner = text.removeprefix("(?:").removesuffix(")" + _BOUNDARY)
+    return inner if text == f"(?:{inner}){_BOUNDARY}" and _BOUNDARY not in inner else text
 
 
 def from_skip(skip: str) -> str:
@@ -75,7 +76,7 @@ def from_skip(skip: str) -> str:
     if skip.startswith("model.layers.") and skip.endswith(LINEARS) and _NAME.fullmatch(skip):
         return skip
     if _NAME.fullmatch(skip):
-        return f"{EXPRESSION}.*{re.escape(skip)}$|(?:{skip}){_BOUNDARY}"
+        return f"{EXPRESSION}(?:{skip}){_BOUNDARY}|.*{re.escape(skip)}$"
     return EXPRESSION + (skip if skip.endswith("$") else f"(?:{skip}){_BOUNDARY}")
 
 
