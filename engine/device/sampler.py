@@ -30,16 +30,15 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SliceResult]:
 
     A row without a number to choose is that row's fault and nobody else's.
     """
-    # Before penalties and bans, which would hide it.
-    flat = (torch.amin(logits, -1) == torch.amax(logits, -1)).tolist() if logits.shape[1] > 1 else [False] * len(specs)
+    degenerate = _degenerate(logits, len(specs))  # before penalties and bans, which would hide it
     faults = [_adjust(row, spec) for row, spec in zip(logits, specs, strict=False)]
     best, chosen = torch.max(logits, -1)
     usable = torch.isfinite(best).tolist()
-    degenerate = [""] * len(specs)
-    for row in range(len(specs)):
-        if not faults[row] and (not usable[row] or flat[row]):
-            degenerate[row] = "flat" if usable[row] else "not_a_number"
-            faults[row] = FLAT if usable[row] else NO_NUMBER
+    for row, kind in enumerate(degenerate):
+        if kind:
+            faults[row] = FLAT if kind == "flat" else NO_NUMBER
+        elif not usable[row] and not faults[row]:
+            faults[row] = "no token is left to choose from"
     tokens: list[int] = chosen.tolist()
     drawn = [row for row, spec in enumerate(specs) if not faults[row] and spec.sampling.temperature >= GREEDY_BELOW]
     if drawn:
@@ -56,6 +55,15 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SliceResult]:
         else SliceResult((tokens[row],), (logprobs[row],) if row in logprobs else ())
         for row in range(len(specs))
     ]
+
+
+def _degenerate(logits: Tensor, count: int) -> list[str]:
+    """Of each of the first rows, in which way it is no distribution; a vocabulary of one token cannot help it."""
+    lowest, highest = torch.aminmax(logits[:count], dim=-1)
+    numbers = torch.isfinite(highest).tolist()
+    flat = (lowest == highest).tolist()
+    alone = logits.shape[1] == 1
+    return [("flat" if flat[row] and not alone else "") if numbers[row] else "not_a_number" for row in range(count)]
 
 
 def _adjust(row: Tensor, spec: SampleSpec) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import uvicorn
 
-from engine.api import Hello
+from engine.api import Hello, WeightFacts
 from engine.config import SchedulerConfig
 from engine.device.fake import FakeRunner
 from engine.loop import Loop
@@ -28,6 +28,7 @@ from telemetry.records import RequestRecord
 from tests.http.model_files import EOS_ID
 
 MODEL = "tiny"
+WEIGHTS = WeightFacts("gptq", 4, 64, "gptq-4bit-g64", "0123456789abcdef")
 WAIT_S = 15.0
 
 
@@ -150,6 +151,7 @@ class ShellEngine:
             sequences_max=config.sequences_max,
             waiting_max=config.waiting_max,
             eos_ids=facts.eos_ids,
+            weights=WEIGHTS,
         )
         self.scheduler = Scheduler(config)
         self._server = Server(f"unix:{path}", hello)

@@ -114,6 +114,17 @@ class TestChat:
         assert (record.prompt_tokens, record.output_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
         assert record.computed_tokens + record.cached_tokens >= record.prompt_tokens
 
+    def test_the_model_says_in_which_numbers_it_is_held(self, shell: LiveGateway) -> None:
+        model = shell.client.get("/v1/models").json()["data"][0]
+        assert model["quantization"] == {
+            "scheme": "gptq-4bit-g64",
+            "method": "gptq",
+            "bits": 4,
+            "group_size": 64,
+            "origin": "0123456789abcdef",
+        }
+        assert shell.client.get("/health").json()["engines"][0]["weights"] == "gptq-4bit-g64"
+
     def test_the_fingerprint_names_the_engine(self, shell: LiveGateway) -> None:
         assert post(shell, chat())["system_fingerprint"] == "fake-400"
 

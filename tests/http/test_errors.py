@@ -238,6 +238,15 @@ class TestEngineSaysNo:
                 None,
                 "failed",
             ),
+            (
+                "failed",
+                Fault("degenerate_output", "The model's numbers are none."),
+                500,
+                "server_error",
+                "degenerate_output",
+                None,
+                "failed",
+            ),
             ("shutdown", None, 503, "server_error", "no_healthy_engine", None, "no_healthy_engine"),
         ],
     )

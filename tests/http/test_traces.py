@@ -12,7 +12,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from telemetry.spans import phases
 from tests.contract.telemetry.otlp_sink import Collector, attributes, grpc_collector, http_collector
 from tests.http.conftest import options_for
-from tests.http.harness import MODEL, LiveGateway, ShellEngine
+from tests.http.harness import MODEL, WEIGHTS, LiveGateway, ShellEngine
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -50,6 +50,13 @@ def test_one_request_is_one_whole_tree_under_its_caller(traced: tuple[LiveGatewa
         record.accepted_ns
     )
     assert attributes(chat.attributes)["gen_ai.usage.output_tokens"] == record.output_tokens
+    weights = {name: value for name, value in attributes(chat.attributes).items() if "quantization" in name}
+    assert weights == {
+        "pellucid.quantization.scheme": "gptq-4bit-g64",
+        "pellucid.quantization.bits": 4,
+        "pellucid.quantization.group_size": 64,
+    }
+    assert attributes(chat.attributes)["pellucid.model.origin"] == WEIGHTS.origin
     assert "secret" not in "".join(str(span) for span in spans)
 
 

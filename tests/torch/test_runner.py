@@ -125,6 +125,7 @@ def test_numbers_that_overflow_fail_alone_and_leave_nothing_behind(tmp_path: Pat
     first, second, third = run(runner, good, bad, unsampled)
     assert (first,) == alone
     assert second.fault and third.fault and not second.emitted
+    assert second.degenerate == third.degenerate == "not_a_number"
     for block in (1, 2):
         later = Slice(sequence=4, start=0, tokens=(1,), blocks=(block,), sample=GREEDY)
         assert run(runner, later) == alone

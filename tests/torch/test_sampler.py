@@ -185,7 +185,19 @@ def test_a_bad_row_fails_alone(poison: str, temperature: float) -> None:
     )
     first, second, third = _sample(rows, [good, bad, good])
     assert second.fault and not second.emitted and not second.logprobs
+    assert second.degenerate == ("not_a_number" if poison in ("nan", "inf", "nothing") else "")
     assert [first, third] == _sample([rows[0], rows[2]], [good, good])
+
+
+def test_a_row_that_finds_all_tokens_alike_is_a_broken_model_s() -> None:
+    """Whatever the client banned or preferred; a hair's breadth between two tokens is enough to be one."""
+    flat = np.full(VOCAB, 0.25, np.float32)
+    almost = flat.copy()
+    almost[5] += 1e-6
+    spec = SampleSpec(sampling=Sampling(logit_bias={3: 2.0}, repetition_penalty=2.0), uniform=0.5, banned=(1,))
+    first, second = _sample([flat, almost], [spec, spec])
+    assert (first.degenerate, first.emitted) == ("flat", ()) and "equally likely" in first.fault
+    assert second.emitted and not second.degenerate
 
 
 def test_banned_tokens_are_never_drawn() -> None:
