@@ -55,8 +55,7 @@ class Settings:
         """An object inside this one, or None."""
         if key not in self.values:
             return None
-        # A key may be somebody else's choice, and hold line ends.
-        return Settings(self._of(key, dict, None, "an object"), f"{self._place}.{shown(key)[1:-1]}")
+        return Settings(self._of(key, dict, None, "an object"), self._path(key))
 
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of strings; empty if it is not there."""
@@ -68,7 +67,11 @@ class Settings:
     def wrong(self, key: str, wanted: str) -> ModelError:
         """The error that `key` is not what is wanted."""
         found = shown(self.values[key]) if key in self.values else "missing"
-        return ModelError(f"{self._place}.{key} is {found}, expected {wanted}: take the configuration it came with")
+        return ModelError(f"{self._path(key)} is {found}, expected {wanted}: take the configuration it came with")
+
+    def _path(self, key: str) -> str:
+        """Where it is.  A key may be somebody else's choice, and hold line ends."""
+        return f"{self._place}.{shown(key)[1:-1]}"
 
     def _of(self, key: str, kind: type[_T], default: _T | None, wanted: str) -> _T:
         value = self.values.get(key, default)

@@ -14,7 +14,7 @@ from quant.formats.bnb_layout import STATE
 from quant.formats.errors import ModelError
 from quant.formats.layouts import pack, unpack
 from quant.formats.scheme import Scheme
-from tests.torch.test_layouts_round_trip import round_as, schemes
+from tests.torch.every_scheme import round_as, schemes
 
 SHAPE = (32, 192)
 NAME = "model.layers.0.mlp.down_proj"

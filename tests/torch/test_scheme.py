@@ -1,8 +1,7 @@
 """
-Configurations of quantized checkpoints: ours mean the same again, others' are understood or refused by name.
+Configurations of quantized checkpoints: ours mean the same again, others' are understood.
 """
 
-import copy
 import json
 
 import msgspec
@@ -12,102 +11,24 @@ from hypothesis import strategies as st
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import BitsAndBytesConfig, CompressedTensorsConfig, GPTQConfig
 
-from quant.formats.errors import ModelError
 from quant.formats.kept import LINEARS, everywhere, is_kept
 from quant.formats.layouts import quantization_config, read_scheme
 from quant.formats.scheme import Method, Scheme
-from tests.torch.test_layouts_round_trip import schemes
+from tests.torch.configurations import (
+    AUTO_GPTQ,
+    BITSANDBYTES,
+    COMPRESSED,
+    GPTQMODEL,
+    GROUP,
+    OLD_AUTO_GPTQ,
+    TRANSFORMERS_GPTQ,
+    WEIGHTS,
+    changed,
+)
+from tests.torch.every_scheme import schemes
 
 KEPT = ("model.layers.0.mlp.down_proj", "model.layers.11.self_attn.q_proj")
 NAMES = [f"model.layers.{layer}.{linear}" for layer in (0, 1, 10, 11) for linear in LINEARS]
-Config = dict[str, object]
-
-AUTO_GPTQ: Config = {  # quantize_config.json of auto-gptq 0.7, with what it adds itself
-    "bits": 4,
-    "group_size": 128,
-    "damp_percent": 0.01,
-    "desc_act": True,
-    "static_groups": False,
-    "sym": True,
-    "true_sequential": True,
-    "model_name_or_path": None,
-    "model_file_base_name": "model",
-    "is_marlin_format": False,
-    "quant_method": "gptq",
-    "checkpoint_format": "gptq",
-    "awq_gemm_checkpoint": None,
-}
-OLD_AUTO_GPTQ: Config = {"bits": 8, "group_size": -1, "desc_act": False, "sym": False, "damp_percent": 0.1}
-GPTQMODEL: Config = {
-    "bits": 4,
-    "dynamic": {"-:.*\\.mlp\\.gate.*": {}, "-:model\\.layers\\.3\\.mlp\\.up_proj$": {}, "+:.*": {}},
-    "group_size": 32,
-    "desc_act": False,
-    "lm_head": False,
-    "quant_method": "gptq",
-    "checkpoint_format": "gptq_v2",
-    "pack_dtype": "int32",
-    "sym": True,
-    "meta": {"quantizer": ["gptqmodel:7.7.0"], "act_group_aware": True},
-}
-TRANSFORMERS_GPTQ: Config = {
-    "bits": 4,
-    "group_size": 64,
-    "desc_act": False,
-    "sym": True,
-    "quant_method": "gptq",
-    "tokenizer": None,
-    "dataset": "wikitext2",
-    "modules_in_block_to_quantize": [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["mlp.up_proj"]],
-    "use_cuda_fp16": False,
-    "exllama_config": {"version": 1},
-}
-TOKENS: Config = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-WEIGHTS: Config = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-GROUP: Config = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": TOKENS, "output_activations": None}
-COMPRESSED: Config = {
-    "config_groups": {"group_0": GROUP},
-    "format": "int-quantized",
-    "global_compression_ratio": None,
-    "ignore": ["lm_head", "re:.*mlp\\.gate_proj", "model.layers.2.mlp.down_proj", "model.embed_tokens"],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-    "sparsity_config": {},
-    "transform_config": {},
-    "version": "0.12.2",
-}
-BITSANDBYTES: Config = {  # as transformers saves it
-    "_load_in_4bit": True,
-    "_load_in_8bit": False,
-    "bnb_4bit_compute_dtype": "bfloat16",
-    "bnb_4bit_quant_storage": "uint8",
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True,
-    "llm_int8_enable_fp32_cpu_offload": False,
-    "llm_int8_has_fp16_weight": False,
-    "llm_int8_skip_modules": None,
-    "llm_int8_threshold": 6.0,
-    "load_in_4bit": True,
-    "load_in_8bit": False,
-    "quant_method": "bitsandbytes",
-}
-
-
-def changed(config: Config, path: str, value: object) -> Config:
-    """The configuration with one value, at that dotted path, changed; `...` takes it out."""
-    whole = copy.deepcopy(config)
-    inner = whole
-    *parents, last = path.split("/")
-    for parent in parents:
-        step = inner[parent]
-        assert isinstance(step, dict)
-        inner = step
-    if value is ...:
-        del inner[last]
-    else:
-        inner[last] = value
-    return whole
 
 
 @pytest.mark.parametrize("kept", [(), KEPT, (everywhere("mlp.down_proj"), *KEPT), ("re:.*self_attn\\.[qk]_proj$",)])
@@ -276,152 +197,3 @@ def test_bitsandbytes() -> None:
     assert read_scheme(BITSANDBYTES) == Scheme(method="nf4", bits=4, double_quant=True)
     assert read_scheme({"load_in_8bit": True}) == Scheme(method="llm-int8", bits=8)
     assert read_scheme({"quant_method": "bitsandbytes", "_load_in_8bit": True}).method == "llm-int8"
-
-
-REFUSED: list[tuple[Config, str, object, str]] = [
-    (AUTO_GPTQ, "bits", 3, "GPTQ with 3 bits"),
-    (AUTO_GPTQ, "bits", 2, "GPTQ with 2 bits"),
-    (AUTO_GPTQ, "bits", "4", "bits is '4', expected a whole number"),
-    (AUTO_GPTQ, "bits", True, "bits is True, expected a whole number"),
-    (AUTO_GPTQ, "sym", ..., "sym is missing, expected true or false"),
-    (AUTO_GPTQ, "desc_act", 1, "desc_act is 1, expected true or false"),
-    (AUTO_GPTQ, "group_size", 0, "group_size is 0, expected -1 or more than 0"),
-    (AUTO_GPTQ, "group_size", 10**5000, "group_size is an unprintable int"),
-    (AUTO_GPTQ, "checkpoint_format", "marlin", "layout 'marlin'"),
-    (AUTO_GPTQ, "checkpoint_format", "bitblas", "layout 'bitblas'"),
-    (AUTO_GPTQ, "is_marlin_format", True, "layout 'marlin'"),
-    (AUTO_GPTQ, "lm_head", True, "quantized lm_head"),
-    (AUTO_GPTQ, "pack_dtype", "int64", "packed in 'int64'"),
-    (AUTO_GPTQ, "rotation", "hadamard", "rotated weights"),
-    (AUTO_GPTQ, "dynamic", {"+:.*down": {"bits": 8}}, "settings of its own for '+:.*down'"),
-    (AUTO_GPTQ, "dynamic", {"-:(": {}}, "'(', which is no regular expression"),
-    (AUTO_GPTQ, "modules_in_block_to_quantize", ["mlp"], "expected a list of lists of names"),
-    (AUTO_GPTQ, "quant_method", "awq", "quant_method 'awq'"),
-    (AUTO_GPTQ, "quant_method", "fp8", "quant_method 'fp8'"),
-    (AUTO_GPTQ, "quant_method", 4, "quant_method is 4, expected a string"),
-    (COMPRESSED, "quantization_status", "initialized", "status 'initialized'"),
-    (COMPRESSED, "sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config"),
-    (COMPRESSED, "transform_config", {"config_groups": {}}, "transform_config"),
-    (COMPRESSED, "config_groups", {}, "at least one group"),
-    (COMPRESSED, "config_groups", [GROUP], "expected an object"),
-    (COMPRESSED, "config_groups/group_0/targets", [], "expected groups with targets"),
-    (COMPRESSED, "config_groups/group_0/targets", ["re:["], "no regular expression"),
-    (COMPRESSED, "config_groups/group_0/weights", ..., "weights is missing"),
-    (COMPRESSED, "config_groups/group_0/output_activations", TOKENS, "output_activations"),
-    (COMPRESSED, "config_groups/group_0/input_activations/dynamic", False, "static activation scales"),
-    (COMPRESSED, "config_groups/group_0/input_activations/dynamic", "local", "'local' activation scales"),
-    (COMPRESSED, "config_groups/group_0/input_activations/symmetric", False, "asymmetric activations"),
-    (
-        COMPRESSED,
-        "config_groups/group_0/input_activations/strategy",
-        "tensor",
-        "activations with the strategy 'tensor'",
-    ),
-    (COMPRESSED, "config_groups/group_0/input_activations/num_bits", 4, "4-bit 'int' activations"),
-    (COMPRESSED, "config_groups/group_0/input_activations/type", "float", "8-bit 'float' activations with int weights"),
-    (COMPRESSED, "config_groups/group_0/weights/actorder", "group", "actorder 'group'"),
-    (COMPRESSED, "config_groups/group_0/weights/actorder", True, "actorder True"),
-    (COMPRESSED, "config_groups/group_0/weights/strategy", "block", "the strategy 'block'"),
-    (COMPRESSED, "config_groups/group_0/weights/strategy", "tensor_group", "the strategy 'tensor_group'"),
-    (COMPRESSED, "config_groups/group_0/weights/strategy", "group", "group_size is missing, expected more than 0"),
-    (COMPRESSED, "config_groups/group_0/weights/block_structure", [128, 128], "with 'block_structure'"),
-    (COMPRESSED, "config_groups/group_0/weights/outliers", 3, "with 'outliers'"),
-    (COMPRESSED, "config_groups/group_0/weights/dynamic", True, "dynamic is True, expected false"),
-    (COMPRESSED, "config_groups/group_0/weights/symmetric", False, "asymmetric 8-bit int weights"),
-    (COMPRESSED, "config_groups/group_0/weights/num_bits", 4, "symmetric 4-bit int weights"),
-    (COMPRESSED, "config_groups/group_0/weights/type", "complex", "'complex' weights"),
-    (COMPRESSED, "format", "nvfp4-pack-quantized", "in 'nvfp4-pack-quantized'"),
-    (COMPRESSED, "format", "marlin-24", "in 'marlin-24'"),
-    (COMPRESSED, "format", "pack-quantized", "with rounded activations in 'pack-quantized'"),
-    (COMPRESSED, "ignore", "lm_head", "ignore is 'lm_head', expected a list of strings"),
-    (COMPRESSED, "ignore", ["model.layers. "], "expected the name of a layer, or re:"),
-    (BITSANDBYTES, "bnb_4bit_quant_type", "fp4", "bitsandbytes 'fp4'"),
-    (BITSANDBYTES, "bnb_4bit_quant_type", ..., "bitsandbytes 'fp4'"),
-    (BITSANDBYTES, "bnb_4bit_quant_storage", "bfloat16", "bnb_4bit_quant_storage 'bfloat16'"),
-    (BITSANDBYTES, "llm_int8_has_fp16_weight", True, "llm_int8_has_fp16_weight"),
-    (BITSANDBYTES, "load_in_8bit", True, "or both"),
-    (BITSANDBYTES, "llm_int8_skip_modules", ["["], "no regular expression"),
-    ({"quant_method": "bitsandbytes"}, "x", 1, "says neither load_in_4bit nor load_in_8bit"),
-    ({}, "x", 1, "quant_method '(none)'"),
-]
-
-
-@pytest.mark.parametrize(("config", "path", "value", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_not_supported_is_refused_by_name(config: Config, path: str, value: object, message: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        read_scheme(changed(config, path, value))
-    line = str(caught.value)
-    assert message in line and "\n" not in line and len(line) < 250
-    assert ": " in line, "after the colon comes a way out"
-
-
-def test_weight_only_fp8_and_mixed_formats_are_refused() -> None:
-    fp8 = WEIGHTS | {"type": "float"}
-    only = COMPRESSED | {"format": "float-quantized", "config_groups": {"g": {"targets": ["Linear"], "weights": fp8}}}
-    with pytest.raises(ModelError, match=r"8-bit float weights \(channel\) with float activations"):
-        read_scheme(only)
-    both = {"a": GROUP, "b": {"targets": ["re:x"], "weights": fp8, "input_activations": TOKENS | {"type": "float"}}}
-    with pytest.raises(ModelError, match="several number formats"):
-        read_scheme(COMPRESSED | {"config_groups": both})
-
-
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        Scheme(method="int8", bits=4),
-        Scheme(method="int8", bits=8, symmetric=False),
-        Scheme(method="int8", bits=8, granularity="group"),
-        Scheme(method="int8", bits=8, group_size=64),
-        Scheme(method="fp8", bits=8, granularity="group", group_size=64),
-        Scheme(method="gptq", bits=3),
-        Scheme(method="gptq", bits=4, granularity="tensor"),
-        Scheme(method="packed", bits=4, desc_act=True),
-        Scheme(method="nf4", bits=8),
-        Scheme(method="llm-int8", bits=8, double_quant=True),
-        Scheme(method="gptq", bits=4, kept=("no name",)),
-        Scheme(method="gptq", bits=4, kept=("re:*",)),
-    ],
-    ids=str,
-)
-def test_schemes_that_no_format_has_are_not_written(scheme: Scheme) -> None:
-    with pytest.raises(ModelError):
-        quantization_config(scheme)
-
-
-_TEXTS = st.text(st.characters(exclude_characters="/"), max_size=8)  # which `changed` splits at
-_SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    _TEXTS,
-    st.sampled_from(("gptq", "compressed-tensors", "bitsandbytes", "group", "re:(", "int", "float", "nf4", "Linear")),
-)
-_JSON = st.recursive(_SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3))
-
-
-def paths(config: Config, prefix: str = "") -> list[str]:
-    """Of every value, at any depth."""
-    found = []
-    for key, value in config.items():
-        found.append(prefix + key)
-        if isinstance(value, dict):
-            found += paths(value, f"{prefix}{key}/")
-    return found
-
-
-@given(st.dictionaries(_TEXTS, _JSON, max_size=4), st.data())
-@settings(max_examples=300, deadline=None)
-def test_any_json_gives_a_scheme_or_one_line(extra: Config, data: st.DataObject) -> None:
-    config = data.draw(st.sampled_from((AUTO_GPTQ, GPTQMODEL, TRANSFORMERS_GPTQ, COMPRESSED, BITSANDBYTES, extra)))
-    for _ in range(data.draw(st.integers(0, 3))):
-        places = paths(config)
-        if places:
-            config = changed(config, data.draw(st.sampled_from(places)), data.draw(_JSON | st.just(...)))
-    try:
-        scheme = read_scheme(config | extra)
-    except ModelError as error:
-        assert "\n" not in str(error)
-    else:
-        assert read_scheme(quantization_config(scheme)) is not None
-        is_kept(scheme, NAMES[0])
