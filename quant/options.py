@@ -2,6 +2,8 @@
 What a conversion is asked to do, as one frozen value.
 """
 
+from fnmatch import fnmatchcase
+
 import msgspec
 
 from quant.formats.scheme import Scheme
@@ -22,3 +24,14 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Of whatever is drawn at random: which calibration tokens a search looks at."""
     device: str = "cpu"
     """Where layers are computed and solved, one at a time.  Activations wait in the host's memory."""
+
+    def keeps(self, name: str) -> bool:
+        """Whether the linear layer of that full name stays a float."""
+        return any(matches(name, pattern) for pattern in self.keep)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether `pattern` means this layer: its whole name, any run of its parts between dots, or a wildcard."""
+    parts = name.split(".")
+    runs = [".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
+    return any(fnmatchcase(run, pattern) for run in runs)

@@ -56,8 +56,8 @@ def sample(
     done = []
     for number, batch in enumerate(first.split(_BATCH)):
 
-        def report(position: int, before: int = number * _BATCH) -> None:
-            progress("sampling calibration text", before * tokens + position * batch.shape[0], sequences * tokens)
+        def report(position: int, before: int = number * _BATCH, rows: int = len(batch)) -> None:
+            progress("sampling calibration text", before * tokens + position * rows, sequences * tokens)
 
         done.append(model.continue_(batch, tokens, generator, report))
     return torch.cat(done)
@@ -118,7 +118,7 @@ class _Sampler:
 
 
 def _draw(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """One token of each row by its chance: [rows, 1].  One uniform number a row, where multinomial takes one a token."""
+    """One token of each row by its chance, [rows, 1], from one uniform number; multinomial draws one for each token."""
     reach = torch.softmax(logits, -1).cumsum(-1)
     aim = torch.rand(reach.shape[0], 1, generator=generator) * reach[:, -1:]
     return torch.searchsorted(reach, aim, right=True).clamp(max=reach.shape[1] - 1)
@@ -198,7 +198,8 @@ def _text_of(line: str, place: str) -> str:
         raise ModelError(f"{place} is no JSON: {error}") from error
     if isinstance(value, dict) and isinstance(value.get("messages"), list):
         turns = [turn.get("content") if isinstance(turn, dict) else None for turn in value["messages"]]
-        value = "\n".join(turns) if all(isinstance(turn, str) for turn in turns) else None
+        texts = [turn for turn in turns if isinstance(turn, str)]
+        value = "\n".join(texts) if len(texts) == len(turns) else None
     elif isinstance(value, dict):
         value = value.get("text")
     if not isinstance(value, str):

@@ -1,0 +1,324 @@
+"""
+A float checkpoint in, quantized tensors and what they cost out, one decoder layer at a time.
+
+Three streams of hidden states go through the layers side by side:
+
+    calibration   through the layers as they become, so that each layer is fitted to the inputs that it will really have
+    source        the evaluation text through the layers as they were, in float32
+    result        the evaluation text through the layers as they become, activations rounded as the engine will do it
+
+So the peak of memory is one layer and the activations, and the quality is known when the last layer is done.
+"""
+
+import math
+from collections.abc import Callable
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quant.formats.checkpoint import Checkpoint
+from quant.formats.errors import ModelError
+from quant.formats.layouts import pack
+from quant.formats.numbers import groups_of, round_rows_fp8, round_rows_int8
+from quant.formats.rounding import round_weight
+from quant.formats.scheme import Activations
+from quant.formats.weights import Affine, Quantized
+from quant.forward import (
+    ALL_LINEARS,
+    LINEARS,
+    STAGES,
+    LayerForward,
+    Linear,
+    Stage,
+    Stream,
+    Weights,
+    layer_shapes,
+    norm,
+    plain,
+    read_layer,
+)
+from quant.gptq import Hessian, solve
+from quant.options import ConvertOptions
+from quant.quality import Comparison
+from quant.report import LinearReport, Measured
+
+Sink = Callable[[dict[str, Tensor]], None]
+Progress = Callable[[str, int, int], None]
+
+BATCH_TOKENS = 2048  # that go through a layer together
+ROUNDING_TOKENS_MAX = 4096  # of calibration, where no Hessian is needed
+ERROR_ROWS = 4096  # on which a layer's error is measured
+SUGGESTIONS = 10
+
+
+def convert(
+    checkpoint: Checkpoint,
+    options: ConvertOptions,
+    calibration: Tensor,
+    evaluation: list[Tensor],
+    sink: Sink,
+    progress: Progress,
+) -> Measured:
+    """
+    Quantize the linear layers of all decoder layers.
+
+    Args:
+        calibration: int64 [sequences, tokens]
+        evaluation: int64 [tokens] each, at least two tokens
+        sink: takes finished tensors by their full names, in the order of the model
+        progress: what is being done, how many layers are done, of how many
+    Raises:
+        ModelError: a tensor is missing or not finite, or the scheme does not fit the model's sizes
+    """
+    _refuse_misfits(checkpoint, options)
+    with torch.no_grad():
+        return _Conversion(checkpoint, options, calibration, evaluation).run(sink, progress)
+
+
+class _Conversion:
+    """The state between layers."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, options: ConvertOptions, calibration: Tensor, evaluation: list[Tensor]
+    ) -> None:
+        a = self._a = checkpoint.architecture
+        self._checkpoint = checkpoint
+        self._options = options
+        self._scheme = options.scheme
+        self._device = torch.device(options.device)
+        self._embedding = self._read("model.embed_tokens.weight", a.vocab_size, a.hidden)
+        self._dtype = stored_dtype(self._embedding)
+        if self._scheme.method != "gptq":
+            calibration = calibration[: max(1, ROUNDING_TOKENS_MAX // calibration.shape[1])]
+        stored = self._embedding.to(self._dtype).float()
+        self._calibration = Stream(calibration.split(max(1, BATCH_TOKENS // calibration.shape[1])), stored)
+        self._evaluation = _Padded(evaluation)
+        self._source = Stream(self._evaluation.batches, self._embedding)
+        self._result = Stream(self._evaluation.batches, stored)
+        self._reports: list[LinearReport] = []
+
+    def run(self, sink: Sink, progress: Progress) -> Measured:
+        """All layers, then the comparison."""
+        a = self._a
+        sink({"model.embed_tokens.weight": self._embedding.to(self._dtype)})
+        for number in range(a.layers):
+            progress("quantizing layers", number, a.layers)
+            sink(self._layer(number))
+        progress("quantizing layers", a.layers, a.layers)
+        last = self._read("model.norm.weight", a.hidden)
+        head = self._embedding if self._checkpoint.tied else self._read("lm_head.weight", a.vocab_size, a.hidden)
+        ending = {"model.norm.weight": last.to(self._dtype)}
+        if not self._checkpoint.tied:
+            ending["lm_head.weight"] = head.to(self._dtype)
+        sink(ending)
+        comparison = Comparison(
+            self._logits(last, head), self._logits(last.to(self._dtype).float(), head.to(self._dtype).float())
+        )
+        for tokens, source, result in self._evaluation.passages(self._source.x, self._result.x):
+            comparison.add(tokens, source, result)
+        kept = tuple(report.name for report in self._reports if report.kept)
+        worst = sorted((report for report in self._reports if not report.kept), key=lambda report: -report.output_error)
+        return Measured(
+            linears=tuple(self._reports),
+            quality=comparison.result(),
+            suggestions=tuple(report.name for report in worst[:SUGGESTIONS]),
+            scheme=msgspec.structs.replace(self._scheme, kept=kept),
+        )
+
+    def _layer(self, number: int) -> dict[str, Tensor]:
+        """Quantize one layer and let all streams pass it; its tensors by their full names."""
+        prefix = f"model.layers.{number}"
+        forward = LayerForward(self._a, number)
+        weights = {
+            name: _finite(tensor, f"{prefix}.{name}").to(self._device)
+            for name, tensor in read_layer(self._checkpoint, number, torch.float32).items()
+        }
+        _pass(self._source, forward, weights)
+        work = _Layer(weights, prefix, self._options, self._dtype)
+        self._calibration.begin(forward, work.finished)
+        self._result.begin(forward, work.finished)
+        for stage in STAGES:
+            self._reports += work.quantize(stage, self._calibration.z)
+            for stream in (self._calibration, self._result):
+                stream.advance(forward, stage, work.finished, work.linear)
+        return work.tensors()
+
+    def _logits(self, last: Tensor, head: Tensor) -> Callable[[Tensor], Tensor]:
+        last, head = last.to(self._device), head.to(self._device)
+        return lambda x: F.linear(norm(x.to(self._device), last, self._a.norm_epsilon), head)
+
+    def _read(self, name: str, *shape: int) -> Tensor:
+        return _finite(self._checkpoint.read(name, shape, torch.float32), name)
+
+
+class _Layer:
+    """One layer on its way from floats to its final form."""
+
+    def __init__(self, weights: Weights, prefix: str, options: ConvertOptions, dtype: torch.dtype) -> None:
+        self._prefix = prefix
+        self._options = options
+        self._scheme = options.scheme
+        self._dtype = dtype
+        self._source = weights
+        self._packed: dict[str, dict[str, Tensor]] = {}
+        self._kept = frozenset(name for name in ALL_LINEARS if options.keeps(f"{prefix}.{name}"))
+        self.finished = {name: tensor.to(dtype).float() for name, tensor in weights.items()}
+        """float32 of what will be stored; of linear layers from `quantize` on."""
+
+    def linear(self, name: str, z: Tensor) -> Tensor:
+        """As the engine will compute it, but in float32."""
+        rounded = z if name in self._kept else round_activations(z, self._scheme.activations)
+        return F.linear(rounded, self.finished[f"{name}.weight"], self.finished.get(f"{name}.bias"))
+
+    def quantize(self, stage: Stage, inputs: list[Tensor]) -> list[LinearReport]:
+        """Finish the linear layers of one stage, which read `inputs` [sequences, tokens, in]."""
+        names = [name for name in LINEARS[stage] if name not in self._kept]
+        chosen = self._choose(names, inputs)
+        rows = _some_rows(inputs).to(self._source["input_layernorm.weight"].device)
+        for name in names:
+            self.finished[f"{name}.weight"] = chosen[name].dense(torch.float32)
+            self._packed[name] = pack(self._scheme, chosen[name])
+        return [self._report(name, rows) for name in LINEARS[stage]]
+
+    def _choose(self, names: list[str], inputs: list[Tensor]) -> dict[str, Quantized]:
+        """The quantized weights of linear layers that read the same."""
+        scheme = self._scheme
+        weights = [self._source[f"{name}.weight"] for name in names]
+        if scheme.method != "gptq" or not names:
+            return {name: round_weight(weight, scheme) for name, weight in zip(names, weights, strict=True)}
+        hessian = Hessian(weights[0].shape[1], weights[0].device)
+        for batch in inputs:
+            hessian.add(batch)
+        together = solve(
+            torch.cat(weights),
+            hessian.total,
+            bits=scheme.bits,
+            group_size=scheme.group_size,
+            symmetric=scheme.symmetric,
+            desc_act=scheme.desc_act,
+            damp=self._options.damp,
+        )
+        return dict(zip(names, _rows_of(together, [len(weight) for weight in weights]), strict=True))
+
+    def _report(self, name: str, inputs: Tensor) -> LinearReport:
+        weight, finished = self._source[f"{name}.weight"], self.finished[f"{name}.weight"]
+        kept = name in self._kept
+        expected = F.linear(inputs, weight)
+        rounded = inputs if kept else round_activations(inputs, self._scheme.activations)
+        rounded_error = None
+        if self._scheme.method == "gptq" and not kept:
+            baseline = round_weight(weight, self._scheme).dense(torch.float32)
+            rounded_error = relative(F.linear(inputs, baseline), expected)
+        error = relative(finished, weight)
+        stored = [self.finished[f"{name}.weight"].to(self._dtype)] if kept else list(self._packed[name].values())
+        return LinearReport(
+            name=f"{self._prefix}.{name}",
+            rows=weight.shape[0],
+            columns=weight.shape[1],
+            kept=kept,
+            bits_per_weight=8 * sum(tensor.nbytes for tensor in stored) / weight.numel(),
+            sqnr_db=-20 * math.log10(error) if error > 0 else math.inf,
+            relative_error=error,
+            output_error=relative(F.linear(rounded, finished), expected),
+            rounded_error=rounded_error,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is stored, by full names, in the order of the model."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in self.finished.items():
+            linear = name.removesuffix(".weight")
+            if linear in self._packed:
+                found |= {f"{self._prefix}.{linear}.{suffix}": part for suffix, part in self._packed[linear].items()}
+            else:
+                found[f"{self._prefix}.{name}"] = tensor.to(self._dtype).cpu()
+        return found
+
+
+class _Padded:
+    """Passages of any length in rectangular batches: what follows the end of one cannot reach back into it."""
+
+    def __init__(self, passages: list[Tensor]) -> None:
+        ordered = sorted(passages, key=len)
+        self.batches: list[Tensor] = []
+        self._passages: list[list[Tensor]] = []
+        while ordered:
+            count = max(1, BATCH_TOKENS // len(ordered[-1]))
+            taken, ordered = ordered[-count:], ordered[:-count]
+            self._passages.append(taken)
+            self.batches.append(torch.nn.utils.rnn.pad_sequence(taken, batch_first=True))
+
+    def passages(self, source: list[Tensor], result: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """(ids, hidden states of one stream, of the other) without the padding."""
+        return [
+            (tokens, source[batch][row, : len(tokens)], result[batch][row, : len(tokens)])
+            for batch, passages in enumerate(self._passages)
+            for row, tokens in enumerate(passages)
+        ]
+
+
+def round_activations(z: Tensor, kind: Activations) -> Tensor:
+    """What the engine's products see of `z` [..., in]."""
+    if kind == "float":
+        return z
+    rows = z.reshape(-1, z.shape[-1])
+    values, scale = round_rows_int8(rows) if kind == "int8" else round_rows_fp8(rows)
+    return (values.float() * scale).view(z.shape)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Frobenius norm of the difference over that of what was expected; 0 if both are 0."""
+    size = float(expected.norm())
+    difference = float((found - expected).norm())
+    return difference / size if size > 0 else (0.0 if difference == 0 else math.inf)
+
+
+def stored_dtype(tensor: Tensor) -> torch.dtype:
+    """The 16-bit float that `tensor` came from; what needs more bits becomes bfloat16."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(tensor.to(dtype).float(), tensor):
+            return dtype
+    return torch.bfloat16
+
+
+def _pass(stream: Stream, forward: LayerForward, weights: Weights, linear: Linear | None = None) -> None:
+    stream.begin(forward, weights)
+    for stage in STAGES:
+        stream.advance(forward, stage, weights, linear or plain(weights))
+
+
+def _refuse_misfits(checkpoint: Checkpoint, options: ConvertOptions) -> None:
+    """Before any work: raises ModelError if groups do not fit a linear layer that is to be quantized."""
+    if options.scheme.group_size < 0:
+        return
+    shapes = layer_shapes(checkpoint.architecture)
+    for layer in range(checkpoint.architecture.layers):
+        for name in ALL_LINEARS:
+            full = f"model.layers.{layer}.{name}"
+            if not options.keeps(full):
+                try:
+                    groups_of(shapes[f"{name}.weight"][1], options.scheme.group_size)
+                except ModelError as error:
+                    raise ModelError(f"{full}: {error}") from error
+
+
+def _finite(tensor: Tensor, name: str) -> Tensor:
+    if not torch.isfinite(tensor).all():
+        raise ModelError(f"tensor {name} has NaN or infinite weights: download the model again, or take another")
+    return tensor
+
+
+def _some_rows(inputs: list[Tensor]) -> Tensor:
+    """At most ERROR_ROWS tokens, evenly spread: [rows, in]."""
+    total = sum(batch.shape[0] * batch.shape[1] for batch in inputs)
+    step = -(-total // ERROR_ROWS)
+    return torch.cat([batch.flatten(0, 1)[::step] for batch in inputs])
+
+
+def _rows_of(weight: Affine, counts: list[int]) -> list[Affine]:
+    """Cut into so many output channels each."""
+    zeros = [None] * len(counts) if weight.zero is None else weight.zero.split(counts)
+    parts = zip(weight.codes.split(counts), weight.scale.split(counts), zeros, strict=True)
+    return [Affine(codes, scale, zero, weight.columns, weight.bits) for codes, scale, zero in parts]
