@@ -5,6 +5,7 @@ Reading what it wrote needs no bitsandbytes (`bnb_layout`), so only converting a
 """
 
 import importlib
+import logging
 from types import ModuleType
 
 import torch
@@ -48,6 +49,8 @@ def round_llm_int8(weight: Tensor) -> LlmInt8:
 
 def _functional() -> ModuleType:
     """bitsandbytes.functional; it takes seconds to import, so only who needs it waits.  Raises ModelError."""
+    # On import it advises to install a package for products, and we only round.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         return importlib.import_module("bitsandbytes.functional")
     except ImportError as error:
