@@ -81,7 +81,7 @@ def group_grid(weight: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tens
     scale = _half_up(((high - low) / levels).masked_fill(dead, _DEAD_GROUP))
     zero = (-low / scale).round()
     lifted = (zero < 1) & ~dead  # no negative weights worth a step: 0 moves to the second code, and costs one
-    scale = torch.where(lifted, _half_up(high / (levels - 1)), scale)
+    scale = torch.where(lifted, torch.maximum(scale, _half_up(high / (levels - 1))), scale)
     zero = zero.clamp(1, levels).masked_fill(dead, middle)
     return scale, (zero - middle).to(torch.int16)
 

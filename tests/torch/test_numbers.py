@@ -79,6 +79,7 @@ def test_groups_are_off_by_half_a_step(
     dense = rounded.dense(torch.float32)
     assert off_by(weight, dense, rounded.scale[:, rounded.column_groups]) <= 0.5
     assert torch.equal(rounded.scale.half().float(), rounded.scale), "GPTQ's files hold float16"
+    assert bool((rounded.scale > 0).all())
     assert not dense[ZERO_ROW].any() and not dense[weight == 0].any()
     middle = 2 ** (bits - 1)
     assert int(rounded.codes.min()) >= -middle and int(rounded.codes.max()) < middle
@@ -139,6 +140,14 @@ def test_weights_beyond_float16_saturate() -> None:
         rounded = round_groups(torch.tensor([[1e30, -1e30], [1e30, 1e30], [-1e30, 0]]), 4, -1, symmetric)
         assert bool((rounded.scale == 65504).all())
         assert bool(torch.isfinite(rounded.dense(torch.float32)).all())
+
+
+def test_weights_below_float16_have_the_smallest_step() -> None:
+    for value in (1e-9, -1e-9, 1e-40, -1e-40):
+        for symmetric in (True, False):
+            rounded = round_groups(torch.tensor([[value, 0.0], [value, value]]), 4, -1, symmetric)
+            assert bool((rounded.scale == 2.0**-24).all())
+            assert not rounded.dense(torch.float32).any()
 
 
 def test_a_grid_clamps_what_lies_beyond() -> None:
