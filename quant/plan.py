@@ -3,7 +3,6 @@ What a conversion will do, from the sizes of the model alone: what is quantized,
 """
 
 import difflib
-from fnmatch import fnmatchcase
 
 import msgspec
 
@@ -12,6 +11,7 @@ from quant.formats.architecture import Architecture
 from quant.formats.checkpoint import Checkpoint
 from quant.formats.scheme import Scheme
 from quant.forward import ALL_LINEARS, layer_shapes
+from quant.options import matches
 from quant.settings import GROUP_SIZES
 
 FLOAT_BYTES = 2  # what stays a float is float16 or bfloat16 in the result
@@ -65,13 +65,6 @@ def plan(checkpoint: Checkpoint, scheme: Scheme, keep: tuple[str, ...]) -> Plan:
         raise UserError("--keep leaves nothing to quantize")
     _check_sizes([linear for linear in linears if not linear.kept], scheme)
     return Plan(linears=tuple(linears), other_bytes=_other_bytes(a, checkpoint.tied), tied=checkpoint.tied)
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether `--keep pattern` means this layer: its whole name, any run of its parts between dots, or a wildcard."""
-    parts = name.split(".")
-    runs = [".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
-    return any(fnmatchcase(run, pattern) for run in runs)
 
 
 def _near(pattern: str, names: list[str]) -> str:

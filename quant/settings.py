@@ -24,6 +24,8 @@ BITS: dict[Method, tuple[int, ...]] = {"int8": (8,), "fp8": (8,), "gptq": (4, 8)
 """What each scheme can have; the first is its default."""
 GROUP_SIZES = (32, 64, 128, -1)
 GROUP_SIZE_DEFAULT = 64  # 128 divides no layer of the default model
+CALIBRATION_TOKENS = 16384  # for a Hessian
+ROUNDING_TOKENS = 4096  # for everything else; `quant.convert` looks at no more
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,9 +136,8 @@ SETTINGS = (
     ),
     Setting(
         name="calibration_tokens",
-        default="16384",
         metavar="TOKENS",
-        help="How much of it.",
+        help=f"How much of it. Unset: {CALIBRATION_TOKENS} for gptq, {ROUNDING_TOKENS} for the rest, at most.",
         parse=whole(least=128, most=2**24),
     ),
     Setting(
@@ -228,7 +229,7 @@ def read_settings(model: str, given: Given) -> QuantizeSettings:
         damp=_number(values["damp"]),
         smooth=None if values["smooth"] is None else _number(values["smooth"]),
         calibration=_path(values["calibration"]),
-        calibration_tokens=int(_number(values["calibration_tokens"])),
+        calibration_tokens=_calibration_tokens(scheme.method, values["calibration_tokens"]),
         evaluation=_path(values["eval"]),
         max_ppl_increase=_number(values["max_ppl_increase"]),
         min_top1=_number(values["min_top1"]),
@@ -250,6 +251,15 @@ def _parsed(setting: Setting, given: Given) -> Value:
         return setting.parse(text)
     except ValueError as error:
         raise UserError(f"{setting.flag}: {error}") from error
+
+
+def _calibration_tokens(method: Method, value: Value) -> int:
+    if value is None:
+        return CALIBRATION_TOKENS if method == "gptq" else ROUNDING_TOKENS
+    tokens = int(_number(value))
+    if method != "gptq" and tokens > ROUNDING_TOKENS:
+        raise UserError(f"--calibration-tokens: --scheme {method} looks at no more than {ROUNDING_TOKENS}")
+    return tokens
 
 
 def _number(value: Value) -> float:

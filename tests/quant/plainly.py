@@ -13,7 +13,6 @@ from quant.formats.layouts import pack
 from quant.formats.rounding import round_weight
 from quant.forward import ALL_LINEARS, layer_shapes
 from quant.options import ConvertOptions
-from quant.plan import matches
 from quant.progress import Progress
 from quant.report import LinearReport, Measured, Quality
 
@@ -59,7 +58,7 @@ class Plainly:
                 if name.removesuffix(".weight") not in ALL_LINEARS:
                     sink({whole: tensor})
                     continue
-                kept = any(matches(linear, pattern) for pattern in options.keep)
+                kept = options.keeps(linear)
                 packed = {"weight": tensor} if kept else pack(options.scheme, round_weight(tensor, options.scheme))
                 sink({f"{linear}.{suffix}": part for suffix, part in packed.items()})
                 linears.append(_report(linear, shape, kept, len(linears)))

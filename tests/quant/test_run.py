@@ -12,7 +12,8 @@ from torch import Tensor
 from launch.errors import UserError
 from quant import table, texts
 from quant.formats.checkpoint import open_checkpoint
-from quant.plan import matches, plan
+from quant.options import matches
+from quant.plan import plan
 from quant.progress import Lines
 from quant.report import Quality
 from quant.run import run

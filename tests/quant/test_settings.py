@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from launch.errors import UserError
+from quant.convert import ROUNDING_TOKENS_MAX
 from quant.formats.scheme import Scheme
-from quant.settings import BITS, SCHEMES, SETTINGS, QuantizeSettings, read_settings
+from quant.settings import BITS, ROUNDING_TOKENS, SCHEMES, SETTINGS, QuantizeSettings, read_settings
 from tests.quant.small import complaint, run_command
 from tests.tidy.imports import ROOT
 
@@ -51,6 +52,7 @@ GOLDEN = Path(__file__).with_name("golden") / "help_quantize.txt"
         ("m --scheme int8 --min-top1 90 --out x", "--min-top1: 90 is not in 0 .. 1"),
         ("m --scheme int8 --max-ppl-increase -1 --out x", "--max-ppl-increase: -1 is not in 0 .."),
         ("m --scheme int8 --calibration-tokens 7 --out x", "--calibration-tokens: 7 is not in 128 .."),
+        ("m --scheme int8 --calibration-tokens 9999 --out x", "--scheme int8 looks at no more than 4096"),
         ("m --scheme int8 --seed -1 --out x", "--seed: -1 is not in 0 .."),
         ("m --scheme int8 --device tpu --out x", "--device: 'tpu' is not one of cpu, cuda"),
         ("m --scheme int8 --calibration= --out x", "--calibration: is empty"),
@@ -104,6 +106,10 @@ def test_defaults() -> None:
     assert (found.damp, found.smooth, found.calibration, found.calibration_tokens) == (0.01, None, None, 16384)
     assert (found.max_ppl_increase, found.min_top1, found.seed, found.device) == (0.05, 0.90, 0, "cpu")
     assert found.out == Path("x").absolute() and not (found.json or found.dry_run)
+
+
+def test_no_more_calibration_is_sampled_than_is_looked_at() -> None:
+    assert settings(scheme="int8").calibration_tokens == ROUNDING_TOKENS == ROUNDING_TOKENS_MAX
 
 
 def test_every_flag_that_is_not_of_a_scheme_is_refused_there() -> None:
