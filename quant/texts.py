@@ -95,7 +95,7 @@ class _Sampler:
         for position in range(tokens - 1):
             logits = self._step(known[-1].to(self._device), position, cache, rotation)
             known.append(_draw(logits.float().cpu(), generator))
-            report(position + 1)
+            report(position + 2)  # the first one was there
         return torch.cat(known, 1)
 
     def _step(self, newest: Tensor, position: int, cache: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
