@@ -126,6 +126,13 @@ def test_fp8_never_becomes_nan(largest: float, granularity: Granularity) -> None
         assert float(rounded.values.float().abs().max()) == 448
 
 
+def test_a_scale_does_not_vanish_under_subnormal_weights() -> None:
+    weight = torch.tensor([[1e-44, 0.0]])
+    for rounded in (round_int8(weight, "channel"), round_fp8(weight, "channel")):
+        assert bool((rounded.scale > 0).all())
+        assert not rounded.dense(torch.float32).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_extremes_reach_the_last_code(dtype: torch.dtype) -> None:
     weight = torch.tensor([[65504.0, -1.0], [-65504.0, 1.0]]).to(dtype)
