@@ -13,6 +13,7 @@ import click
 
 from quant.settings import SETTINGS, Setting, read_settings
 
+SPIN_COUNT = "10000"  # as for the engine: threads that spin at barriers starve each other where processors are shared
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
@@ -46,6 +47,7 @@ def quantize(model: str, **given: str | bool | tuple[str, ...] | None) -> None:
     MODEL is whatever `serve` takes.  The result is a directory that `serve`, and other tools of its format, can load.
     """
     settings = read_settings(model, given)
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
     from quant.run import run  # noqa: PLC0415 - torch takes seconds to load
 
     sys.exit(run(settings, dict(os.environ)))

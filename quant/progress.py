@@ -75,7 +75,9 @@ class Lines:
             return
         self._said_s = now_s
         elapsed_s = now_s - self._began_s
-        left = f", about {_clock((total - done) * elapsed_s / done)} remaining" if 0 < done < total else ""
+        left = (
+            f", about {_clock((total - done) * elapsed_s / done)} remaining" if 0 < done < total and elapsed_s else ""
+        )
         self._say(f"{what}: {done} of {total}, {_clock(elapsed_s)} elapsed{left}")
 
 

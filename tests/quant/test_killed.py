@@ -34,10 +34,12 @@ class Place:
         self.folder.mkdir()
         self.log = folder / "log"
 
-    def arguments(self, name: str) -> tuple[str, ...]:
-        options = ("--scheme", "int8", "--max-ppl-increase", "1000", "--min-top1", "0")
-        texts = ("--calibration", str(self.text), "--eval", str(self.text), "--calibration-tokens", "256")
-        return ("quantize", str(self.source), "--out", str(self.folder / name), *options, *texts)
+    def arguments(self, name: str, *more: str) -> tuple[str, ...]:
+        options = ("--scheme", "int8", "--max-ppl-increase", "1000", "--min-top1", "0", "--eval", str(self.text))
+        return ("quantize", str(self.source), "--out", str(self.folder / name), *options, *more)
+
+    def quick(self, name: str) -> tuple[str, ...]:
+        return self.arguments(name, "--calibration", str(self.text), "--calibration-tokens", "256")
 
     def left(self) -> list[str]:
         return [name for name in leftovers(self.folder) if name.startswith(PREFIX)]
@@ -60,16 +62,16 @@ def content(out: Path) -> dict[str, bytes]:
 
 
 def test_killed_at_random_moments(children: Nursery, place: Place) -> None:
-    whole = children.run(Life(arguments=place.arguments("whole"), log=str(place.log)))
+    whole = children.run(Life(arguments=place.quick("whole"), log=str(place.log)))
     assert whole.status == 0, place.log.read_text()
-    shell = children.run(Life(arguments=place.arguments("again"), log=str(place.log), file="write.py"))
+    shell = children.run(Life(arguments=place.quick("again"), log=str(place.log), file="write.py"))
     assert shell.status == 0 and content(place.folder / "again") == content(place.folder / "whole")
     dice = random.Random(SEED)
     for number in range(MOMENTS):
         name = f"out-{number}"
         file, lines = ("write.py", shell.lines) if number % 2 else ("", whole.lines)
         life = Life(
-            arguments=place.arguments(name),
+            arguments=place.quick(name),
             log=str(place.log),
             file=file,
             line=dice.randrange(1, lines + 1),
@@ -85,7 +87,7 @@ def test_killed_at_random_moments(children: Nursery, place: Place) -> None:
             open_checkpoint(out)
         if life.signal != signal.SIGKILL:
             assert set(place.left()) <= set(left_before), told
-    last = children.run(Life(arguments=place.arguments("last"), log=str(place.log)))
+    last = children.run(Life(arguments=place.quick("last"), log=str(place.log)))
     assert last.status == 0 and place.left() == []
     assert content(place.folder / "last") == content(place.folder / "whole")
 

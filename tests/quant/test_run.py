@@ -14,7 +14,6 @@ from quant import table, texts
 from quant.formats.checkpoint import open_checkpoint
 from quant.options import matches
 from quant.plan import plan
-from quant.progress import Lines
 from quant.report import Quality
 from quant.run import run
 from quant.settings import read_settings
@@ -229,23 +228,6 @@ def test_a_dry_run_finds_the_same_mistakes(runner: Runner) -> None:
 )
 def test_a_pattern_is_a_name_a_part_or_a_wildcard(pattern: str, matching: bool) -> None:
     assert matches("model.layers.3.mlp.down_proj", pattern) == matching
-
-
-def test_lines_are_sparse() -> None:
-    said: list[str] = []
-    clock = iter([0.0, 1.0, 2.0, 12.0, 13.0, 14.0, 15.0])
-    lines = Lines(lambda: next(clock), said.append)
-    for done in (0, 1, 2, 3, 30):
-        lines("sampling", done, 30)
-    lines("converting", 1, 2)
-    lines("converting", 2, 2)
-    assert said == [
-        "sampling: 0 of 30, 0:00 elapsed",
-        "sampling: 3 of 30, 0:12 elapsed, about 1:48 remaining",
-        "sampling: 30 of 30, 0:13 elapsed",
-        "converting: 1 of 2, 0:00 elapsed, about 0:00 remaining",
-        "converting: 2 of 2, 0:01 elapsed",
-    ]
 
 
 def test_the_text_that_ships_is_there_and_large_enough(source: Path) -> None:
