@@ -25,7 +25,7 @@ def round_weight(weight: Tensor, scheme: Scheme) -> Quantized:
         case "fp8":
             return round_fp8(weight, scheme.granularity)
         case "nf4":
-            return round_nf4(weight)
+            return round_nf4(weight, scheme.double_quant)
         case "llm-int8":
             return round_llm_int8(weight)
         case "gptq" | "packed":
