@@ -1,0 +1,116 @@
+"""
+SmoothQuant (Xiao et al. 2022): divide a linear layer's inputs by a factor for each channel, and multiply its columns.
+
+A few input channels of a language model are far larger than the others, and a token that is rounded with one scale
+loses the small ones.  The factors move some of that size into the weights.  Four foldings leave the function of our
+architectures as it is, and need no new tensor in the file:
+
+    stage     inputs are divided in                              why that is exact
+    qkv       the weight of the input norm                       the norm's output is multiplied by it
+    gate_up   the weight of the norm behind attention            the same
+    o         the rows (and bias) of v_proj                      attention averages values, channel by channel
+    down      the rows (and bias) of up_proj                     silu(gate) * up is linear in up
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quant.formats.architecture import Architecture
+from quant.forward import LINEARS, Stage, Weights
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""(inputs [rows, in], weight [out, in]) -> outputs [rows, out] as the quantized layer would give them."""
+
+ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+FOLD_ORDER: tuple[Stage, ...] = ("o", "down", "qkv", "gate_up")  # rows of v and up are settled before their columns
+_NORMS: dict[Stage, str] = {"qkv": "input_layernorm.weight", "gate_up": "post_attention_layernorm.weight"}
+_SOURCES: dict[Stage, str] = {"o": "self_attn.v_proj", "down": "mlp.up_proj"}
+_FACTOR_MAX = 2.0**10
+
+
+def fold(weights: Weights, stage: Stage, factors: Tensor, a: Architecture, dtype: torch.dtype) -> dict[str, Tensor]:
+    """
+    The layer with the inputs of `stage` divided by `factors` [in], and the same function.
+
+    A norm is stored as `dtype`; the factors give way a little, so that it is rounded before and not after the columns.
+    For `o`, factors of query heads that read the same key/value head must be equal (`shared_by_heads`).
+    """
+    folded = dict(weights)
+    if stage in _NORMS:
+        old = weights[_NORMS[stage]]
+        new = (old / factors).to(dtype).float()
+        usable = (new != 0) & new.isfinite()
+        folded[_NORMS[stage]] = torch.where(usable, new, old)
+        factors = torch.where(usable, old / new, 1.0)
+    else:
+        source = _SOURCES[stage]
+        of_rows = factors if stage == "down" else _heads(factors, a)[:, 0].flatten()
+        folded[f"{source}.weight"] = weights[f"{source}.weight"] / of_rows[:, None]
+        if f"{source}.bias" in weights:
+            folded[f"{source}.bias"] = weights[f"{source}.bias"] / of_rows
+    for name in LINEARS[stage]:
+        folded[f"{name}.weight"] = weights[f"{name}.weight"] * factors
+    return folded
+
+
+def factors_of(weight: Tensor, largest: Tensor, alpha: float) -> Tensor:
+    """
+    What divides each input channel: largest|x| ** alpha / largest|w| ** (1 - alpha), by the geometric mean of all.
+
+    Channels that are always zero, or that no weight reads, keep 1.
+    """
+    columns = weight.abs().amax(0)
+    alive = (largest > 0) & (columns > 0)
+    logs = alpha * largest.clamp_min(1e-30).log() - (1 - alpha) * columns.clamp_min(1e-30).log()
+    if not alive.any():
+        return torch.ones_like(largest)
+    logs = torch.where(alive, logs - logs[alive].mean(), 0.0)
+    return logs.exp().clamp(1 / _FACTOR_MAX, _FACTOR_MAX)
+
+
+def shared_by_heads(factors: Tensor, a: Architecture) -> Tensor:
+    """The same for all query heads of a key/value head: their geometric mean."""
+    logs = _heads(factors.log(), a)
+    return logs.mean(1, keepdim=True).expand_as(logs).flatten().exp()
+
+
+def search(
+    weights: Weights, stage: Stage, inputs: Tensor, largest: Tensor, a: Architecture, product: Product
+) -> tuple[Tensor, float]:
+    """
+    The factors with the least error of the outputs, and their alpha; 0: none is better than all ones.
+
+    Args:
+        inputs: [rows, in], a sample
+        largest: [in], of all inputs
+    """
+    weight = torch.cat([weights[f"{name}.weight"] for name in LINEARS[stage]])
+    expected = F.linear(inputs, weight)
+    size = expected.square().sum(1) + 1e-12
+    best, best_alpha = torch.ones_like(largest), 0.0
+    least = _loss(product(inputs, weight), expected, size)
+    for alpha in ALPHAS:
+        factors = choose(weight, stage, largest, alpha, a)
+        loss = _loss(product(inputs / factors, weight * factors), expected, size)
+        if loss < least:
+            best, best_alpha, least = factors, alpha, loss
+    return best, best_alpha
+
+
+def choose(weight: Tensor, stage: Stage, largest: Tensor, alpha: float, a: Architecture) -> Tensor:
+    """The factors for one alpha that the stage can have."""
+    factors = factors_of(weight, largest, alpha)
+    return shared_by_heads(factors, a) if stage == "o" else factors
+
+
+def _loss(found: Tensor, expected: Tensor, size: Tensor) -> float:
+    """The mean over tokens of each one's relative squared error: a few huge tokens must not decide alone."""
+    return float(((found - expected).square().sum(1) / size).mean())
+
+
+def _heads(channels: Tensor, a: Architecture) -> Tensor:
+    """[query_size] -> [kv_heads, query heads of each, head_dim]"""
+    return channels.view(a.kv_heads, -1, a.head_dim)
