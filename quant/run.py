@@ -142,7 +142,7 @@ class _Conversion:
             try:
                 report = self._convert(work, writer)
                 if report.gate.passed:
-                    self._write(folder, report)
+                    self._write(folder, report, writer.dtype)
                     publish(folder, self._out)
             finally:
                 writer.abandon()
@@ -194,12 +194,12 @@ class _Conversion:
         )
         return calibration, evaluation
 
-    def _write(self, folder: Path, report: table.Report) -> None:
-        """All files but the tensors."""
+    def _write(self, folder: Path, report: table.Report, dtype: str) -> None:
+        """All files but the tensors, whose floats are `dtype`."""
         quantization = quantization_config(report.scheme, layers=self._checkpoint.architecture.layers)
         if report.settings.damp is not None:
             quantization["damp_percent"] = report.settings.damp
-        config = config_of(self._model.path, self._checkpoint)
+        config = config_of(self._model.path, self._checkpoint, dtype=dtype)
         config |= {"quantization_config": quantization, "pellucid": {"origin": self._checkpoint.origin}}
         write_json(folder / "config.json", config)
         if report.scheme.method == "gptq":  # others would prefer this file to config.json

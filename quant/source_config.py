@@ -17,14 +17,20 @@ _LLAMA3_CONTEXT = 8192
 _FREQUENCIES_ALIKE = 1e-4
 
 
-def config_of(path: Path, checkpoint: Checkpoint) -> dict[str, object]:
-    """The configuration of the source at `path`, fit for the result's directory.  Raises ModelError."""
+def config_of(path: Path, checkpoint: Checkpoint, *, dtype: str) -> dict[str, object]:
+    """
+    The configuration of the source at `path`, fit for the result's directory.  Raises ModelError.
+
+    `dtype` is that of the floats which are in the result, `bfloat16` or `float16`.
+    """
     if path.is_file():
-        return config_from_architecture(checkpoint.architecture, checkpoint.eos_ids, tied=checkpoint.tied)
-    return updated(json.loads((path / "config.json").read_bytes()))
+        config = config_from_architecture(checkpoint.architecture, checkpoint.eos_ids, tied=checkpoint.tied)
+    else:
+        config = json.loads((path / "config.json").read_bytes())
+    return updated(config, dtype)
 
 
-def updated(config: dict[str, object]) -> dict[str, object]:
+def updated(config: dict[str, object], dtype: str) -> dict[str, object]:
     """
     Without what is no longer true, and readable by both generations of transformers.
 
@@ -39,8 +45,8 @@ def updated(config: dict[str, object]) -> dict[str, object]:
         if rope.get("rope_type", "default") != "default":
             config.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
     if "dtype" in config:
-        config.setdefault("torch_dtype", config["dtype"])
-    return config
+        config["dtype"] = dtype
+    return config | {"torch_dtype": dtype}
 
 
 def config_from_architecture(a: Architecture, eos_ids: tuple[int, ...], *, tied: bool) -> dict[str, object]:
@@ -61,7 +67,6 @@ def config_from_architecture(a: Architecture, eos_ids: tuple[int, ...], *, tied:
         "rms_norm_eps": a.norm_epsilon,
         "rope_theta": a.rope.theta,
         "tie_word_embeddings": tied,
-        "torch_dtype": "bfloat16",
         "use_cache": True,
     }
     if eos_ids:

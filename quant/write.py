@@ -178,6 +178,7 @@ class CheckpointWriter:
         self._shard_bytes_max = shard_bytes_max
         self._shards: list[_Shard] = []
         self._file_of: dict[str, int] = {}
+        self.dtype = ""  # of the first floats that came: `bfloat16`
         self.tensor_bytes = 0
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
@@ -191,6 +192,8 @@ class CheckpointWriter:
             if not shard.has_room({name: tensor}):
                 shard = self._next_shard()
             shard.add(name, tensor)
+            if not self.dtype and tensor.dtype in (torch.bfloat16, torch.float16):
+                self.dtype = str(tensor.dtype).removeprefix("torch.")
             self._file_of[name] = len(self._shards) - 1
         self.tensor_bytes += size_bytes
 

@@ -53,7 +53,7 @@ A = Architecture(
 
 
 def config(a: Architecture, eos_ids: tuple[int, ...] = (2,)) -> dict[str, object]:
-    return config_from_architecture(a, eos_ids, tied=bool(a.tied))
+    return updated(config_from_architecture(a, eos_ids, tied=bool(a.tied)), "bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def made(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     checkpoint = open_checkpoint(default_model)
     write_text_files(default_model, folder, checkpoint.eos_ids)
-    write_json(folder / "config.json", config_of(default_model, checkpoint))
+    write_json(folder / "config.json", config_of(default_model, checkpoint, dtype="bfloat16"))
     return folder
 
 
@@ -221,11 +221,11 @@ def test_a_configuration_of_transformers_5_can_be_read_by_4() -> None:
         "quantization_config": None,
         "left": "alone",
     }
-    found = updated(dict(source))
-    assert found.pop("rope_theta") == 77.0 and found.pop("torch_dtype") == "float32"
+    found = updated(dict(source), "bfloat16")
+    assert found.pop("rope_theta") == 77.0 and found.pop("torch_dtype") == "bfloat16"
     assert found.pop("rope_scaling") == {"rope_type": "linear", "factor": 2.0}
-    assert found == {key: source[key] for key in ("dtype", "rope_parameters", "left")}
-    assert updated({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}})["rope_theta"] == 1.0
+    assert found == {"dtype": "bfloat16", "rope_parameters": source["rope_parameters"], "left": "alone"}
+    assert updated({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "float16")["rope_theta"] == 1.0
 
 
 def test_a_tokenizer_is_that_of_serve_or_refused(tmp_path: Path) -> None:

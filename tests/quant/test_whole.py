@@ -97,6 +97,20 @@ def test_what_is_kept_has_the_bytes_of_the_source(
     assert json.loads((out / "config.json").read_text())["quantization_config"]["dynamic"]
 
 
+def test_float16_stays_float16_and_config_says_so(
+    calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = write_model(tmp_path / "half"), tmp_path / "out"
+    halves = {name: tensor.half() for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(halves, source / "model.safetensors")
+    texts = ("--calibration", str(calibration), "--eval", str(calibration))
+    done = run_command(["quantize", str(source), "--scheme", "fp8", *texts, *LAX, "--out", str(out)], capsys)
+    assert done.code == 0, done
+    after = load_file(out / "model.safetensors")
+    assert all(torch.equal(after[name], halves[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float16"
+
+
 def broken(source: Path, name: str, value: float) -> Path:
     """The model with one bad number."""
     tensors = load_file(source / "model.safetensors")
