@@ -23,7 +23,7 @@ from quant.formats.errors import ModelError
 from quant.formats.layouts import pack
 from quant.formats.numbers import groups_of, round_rows_fp8, round_rows_int8
 from quant.formats.rounding import round_weight
-from quant.formats.scheme import Activations
+from quant.formats.scheme import Activations, Scheme
 from quant.formats.weights import Affine, Quantized
 from quant.forward import (
     ALL_LINEARS,
@@ -39,10 +39,11 @@ from quant.forward import (
     plain,
     read_layer,
 )
-from quant.gptq import Hessian, solve
+from quant.gptq import Hessian, solve, solve_fp8
 from quant.options import ConvertOptions
 from quant.quality import Comparison
 from quant.report import LinearReport, Measured
+from quant.smooth import NORM_STAGES, Inputs, smooth_layer
 
 Sink = Callable[[dict[str, Tensor]], None]
 Progress = Callable[[str, int, int], None]
@@ -90,7 +91,7 @@ class _Conversion:
         self._device = torch.device(options.device)
         self._embedding = self._read("model.embed_tokens.weight", a.vocab_size, a.hidden)
         self._dtype = stored_dtype(self._embedding)
-        if self._scheme.method != "gptq":
+        if not _is_solved(self._scheme):
             calibration = calibration[: max(1, ROUNDING_TOKENS_MAX // calibration.shape[1])]
         stored = self._embedding.to(self._dtype).float()
         self._calibration = Stream(calibration.split(max(1, BATCH_TOKENS // calibration.shape[1])), stored)
@@ -136,7 +137,7 @@ class _Conversion:
             for name, tensor in read_layer(self._checkpoint, number, torch.float32).items()
         }
         _pass(self._source, forward, weights)
-        work = _Layer(weights, prefix, self._options, self._dtype)
+        work = _Layer(self._smoothed(forward, weights, prefix), prefix, self._options, self._dtype)
         self._calibration.begin(forward, work.finished)
         self._result.begin(forward, work.finished)
         for stage in STAGES:
@@ -144,6 +145,24 @@ class _Conversion:
             for stream in (self._calibration, self._result):
                 stream.advance(forward, stage, work.finished, work.linear)
         return work.tensors()
+
+    def _smoothed(self, forward: LayerForward, weights: Weights, prefix: str) -> Weights:
+        """The same function, with inputs that are easier to round."""
+        scheme, alpha = self._scheme, self._options.smooth
+        if scheme.activations == "float" or alpha == 0:
+            return weights
+        inputs = {
+            stage: Inputs(batches, self._device)
+            for stage, batches in self._calibration.stages(forward, weights)
+            if not all(self._options.keeps(f"{prefix}.{name}") for name in LINEARS[stage])
+            # Rows that move against each other need a scale each.
+            and (scheme.granularity != "tensor" or stage in NORM_STAGES)
+        }
+
+        def product(z: Tensor, weight: Tensor) -> Tensor:
+            return F.linear(round_activations(z, scheme.activations), round_weight(weight, scheme).dense(torch.float32))
+
+        return smooth_layer(weights, inputs, self._a, self._dtype, alpha=alpha, product=product)
 
     def _logits(self, last: Tensor, head: Tensor) -> Callable[[Tensor], Tensor]:
         last, head = last.to(self._device), head.to(self._device)
@@ -186,11 +205,17 @@ class _Layer:
         """The quantized weights of linear layers that read the same."""
         scheme = self._scheme
         weights = [self._source[f"{name}.weight"] for name in names]
-        if scheme.method != "gptq" or not names:
+        if not names or not _is_solved(scheme):
             return {name: round_weight(weight, scheme) for name, weight in zip(names, weights, strict=True)}
         hessian = Hessian(weights[0].shape[1], weights[0].device)
         for batch in inputs:
             hessian.add(batch)
+        damp = self._options.damp
+        if scheme.method == "fp8":
+            return {
+                name: solve_fp8(weight, hessian.total, scheme.granularity, damp=damp)
+                for name, weight in zip(names, weights, strict=True)
+            }
         together = solve(
             torch.cat(weights),
             hessian.total,
@@ -198,7 +223,7 @@ class _Layer:
             group_size=scheme.group_size,
             symmetric=scheme.symmetric,
             desc_act=scheme.desc_act,
-            damp=self._options.damp,
+            damp=damp,
         )
         return dict(zip(names, _rows_of(together, [len(weight) for weight in weights]), strict=True))
 
@@ -208,7 +233,7 @@ class _Layer:
         expected = F.linear(inputs, weight)
         rounded = inputs if kept else round_activations(inputs, self._scheme.activations)
         rounded_error = None
-        if self._scheme.method == "gptq" and not kept:
+        if _is_solved(self._scheme) and not kept:
             baseline = round_weight(weight, self._scheme).dense(torch.float32)
             rounded_error = relative(F.linear(inputs, baseline), expected)
         error = relative(finished, weight)
@@ -266,6 +291,11 @@ def round_activations(z: Tensor, kind: Activations) -> Tensor:
     rows = z.reshape(-1, z.shape[-1])
     values, scale = round_rows_int8(rows) if kind == "int8" else round_rows_fp8(rows)
     return (values.float() * scale).view(z.shape)
+
+
+def _is_solved(scheme: Scheme) -> bool:
+    """Whether weights are fitted to the calibration inputs, and not only rounded."""
+    return scheme.method in ("gptq", "packed", "fp8")
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

@@ -9,7 +9,7 @@ is cut into four stages, each ending where the next linear layers read, so that 
 `x` is the residual stream, `z` what the linear layers of the next stage read.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -175,6 +175,16 @@ class Stream:
         device = weights["input_layernorm.weight"].device
         self.z = [layer.begin(x.to(device), weights).cpu() for x in self.x]
 
+    def stages(self, layer: LayerForward, weights: Weights) -> Iterator[tuple[Stage, list[Tensor]]]:
+        """What each stage of a layer reads, without going on."""
+        ahead = Stream((), torch.empty(0))
+        ahead.x = list(self.x)
+        ahead.begin(layer, weights)
+        for stage in STAGES:
+            yield stage, ahead.z
+            if stage != STAGES[-1]:
+                ahead.advance(layer, stage, weights, plain(weights))
+
     def advance(self, layer: LayerForward, stage: Stage, weights: Weights, linear: Linear) -> None:
         """Pass the linear layers of one stage."""
         device = weights["input_layernorm.weight"].device
@@ -184,8 +194,3 @@ class Stream:
             moved, read = layer.advance(stage, x.pop(0).to(device), z.pop(0).to(device), weights, linear)
             self.x.append(moved.cpu())
             self.z.append(read.cpu())
-
-
-def batches_of(tokens: Tensor, sequences_max: int) -> list[Tensor]:
-    """Rows of [n, tokens] as batches."""
-    return list(tokens.split(sequences_max))

@@ -26,9 +26,45 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 FOLD_ORDER: tuple[Stage, ...] = ("o", "down", "qkv", "gate_up")  # rows of v and up are settled before their columns
+NORM_STAGES: tuple[Stage, ...] = ("qkv", "gate_up")
 _NORMS: dict[Stage, str] = {"qkv": "input_layernorm.weight", "gate_up": "post_attention_layernorm.weight"}
 _SOURCES: dict[Stage, str] = {"o": "self_attn.v_proj", "down": "mlp.up_proj"}
 _FACTOR_MAX = 2.0**10
+SAMPLE_ROWS = 512  # tokens on which alphas are compared
+
+
+class Inputs:
+    """What smoothing needs to know of the inputs of one stage."""
+
+    def __init__(self, batches: list[Tensor], device: torch.device) -> None:
+        """batches: [..., in]"""
+        self.largest = torch.stack([batch.abs().flatten(0, -2).amax(0) for batch in batches]).amax(0).to(device)
+        tokens = sum(batch[..., 0].numel() for batch in batches)
+        step = -(-tokens // SAMPLE_ROWS)
+        self.sample = torch.cat([batch.flatten(0, -2)[::step] for batch in batches]).to(device)
+
+
+def smooth_layer(
+    weights: Weights,
+    inputs: dict[Stage, Inputs],
+    a: Architecture,
+    dtype: torch.dtype,
+    *,
+    alpha: float | None,
+    product: Product,
+) -> Weights:
+    """The layer with the inputs of the stages in `inputs` smoothed: by `alpha`, or by each stage's best (None)."""
+    for stage in FOLD_ORDER:
+        if stage not in inputs:
+            continue
+        read = inputs[stage]
+        if alpha is None:
+            factors = search(weights, stage, read.sample, read.largest, a, product)[0]
+        else:
+            weight = torch.cat([weights[f"{name}.weight"] for name in LINEARS[stage]])
+            factors = choose(weight, stage, read.largest, alpha, a)
+        weights = fold(weights, stage, factors, a, dtype)
+    return weights
 
 
 def fold(weights: Weights, stage: Stage, factors: Tensor, a: Architecture, dtype: torch.dtype) -> dict[str, Tensor]:

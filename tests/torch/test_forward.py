@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quant.formats.checkpoint import Checkpoint, open_checkpoint
-from quant.forward import LayerForward, Stream, batches_of, norm, plain, read_layer
+from quant.forward import LayerForward, Stream, norm, plain, read_layer
 from tests.torch.tiny import write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns about itself
@@ -41,7 +41,7 @@ def logits_of(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
     head = embedding
     if not checkpoint.tied:
         head = checkpoint.read("lm_head.weight", (a.vocab_size, a.hidden), torch.float32)
-    stream = Stream(batches_of(tokens, 2), embedding)
+    stream = Stream(tokens.split(2), embedding)
     for number in range(a.layers):
         weights, layer = read_layer(checkpoint, number, torch.float32), LayerForward(a, number)
         stream.begin(layer, weights)
