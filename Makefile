@@ -3,6 +3,7 @@
 #   make serve     set up, fetch the default model, serve on 127.0.0.1:8000   (PORT=8080 MODEL=path/to/model.gguf ARGS='--max-queue 64')
 #   make test      set up with the test extras, then the whole suite          (ARGS='-k name' to choose)
 #   make check     lint, format, types
+#   make test-auto-gptq   the tests with auto-gptq itself, in an environment of their own
 #   make bench     the measurements: tests/bench
 #   make quality   what each quantization scheme costs, measured anew, into docs/quantization.md; takes minutes
 #   make install   the set-up alone, with everything
@@ -13,7 +14,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: help serve test check format bench quality install lock clean
+.PHONY: help serve test test-auto-gptq check format bench quality install lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +33,17 @@ serve: $(VENV)/serve.stamp
 test: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull
 	$(BIN)/python -m pytest $(ARGS)
+
+# auto-gptq runs with old versions of other packages only, so nothing is shared with the rest.
+AUTO_GPTQ := .venv-auto-gptq
+test-auto-gptq: $(AUTO_GPTQ)/installed.stamp
+	$(AUTO_GPTQ)/bin/python -m pytest tests/auto_gptq $(ARGS)
+
+$(AUTO_GPTQ)/installed.stamp: pyproject.toml
+	@$(PYTHON) -m venv --clear $(AUTO_GPTQ)
+	@$(AUTO_GPTQ)/bin/python -m pip install --disable-pip-version-check torch==$$(sed -n 's/^torch==//p' requirements.lock) \
+		pytest pytest-asyncio pytest-randomly pytest-timeout hypothesis --editable '.[auto-gptq]'
+	@touch $@
 
 check: $(VENV)/everything.stamp
 	$(BIN)/ruff check .
@@ -75,5 +87,5 @@ lock: $(VENV)/everything.stamp
 	@mv $(VENV)/lock.new requirements.lock
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AUTO_GPTQ) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
