@@ -32,7 +32,7 @@ from quant.options import ConvertOptions
 from quant.plan import Plan, plan
 from quant.progress import Progress, progress
 from quant.report import Measured
-from quant.settings import QuantizeSettings
+from quant.settings import SOLVED, QuantizeSettings
 from quant.source_config import config_of
 from quant.text_files import is_quantized, tokenizing, write_text_files
 from quant.texts import EVALUATION, SEQUENCE_TOKENS, read_calibration, read_evaluation, sample
@@ -197,7 +197,7 @@ class _Conversion:
     def _write(self, folder: Path, report: table.Report, dtype: str) -> None:
         """All files but the tensors, whose floats are `dtype`."""
         quantization = quantization_config(report.scheme, layers=self._checkpoint.architecture.layers)
-        if report.settings.damp is not None:
+        if report.scheme.method == "gptq":
             quantization["damp_percent"] = report.settings.damp
         config = config_of(self._model.path, self._checkpoint, dtype=dtype)
         config |= {"quantization_config": quantization, "pellucid": {"origin": self._checkpoint.origin}}
@@ -218,7 +218,7 @@ class _Conversion:
             scheme=measured.scheme,
             settings=table.Settings(
                 seed=settings.seed,
-                damp=settings.damp if method == "gptq" else None,
+                damp=settings.damp if method in SOLVED else None,
                 smooth=settings.smooth,
                 keep=settings.keep,
             ),

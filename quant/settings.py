@@ -22,6 +22,8 @@ SCHEMES: tuple[Method, ...] = ("int8", "fp8", "gptq", "nf4", "llm-int8")
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "channel", "group")
 BITS: dict[Method, tuple[int, ...]] = {"int8": (8,), "fp8": (8,), "gptq": (4, 8), "nf4": (4,), "llm-int8": (8,)}
 """What each scheme can have; the first is its default."""
+SOLVED: tuple[Method, ...] = ("gptq", "fp8")
+"""Whose weights are fitted to the calibration text, layer by layer, and not only rounded."""
 GROUP_SIZES = (32, 64, 128, -1)
 GROUP_SIZE_DEFAULT = 64  # 128 divides no layer of the default model
 CALIBRATION_TOKENS = 16384  # for a Hessian
@@ -116,10 +118,10 @@ SETTINGS = (
         name="damp",
         default="0.01",
         metavar="SHARE",
-        help="gptq: what is added to the Hessian's diagonal, as a share of its mean.",
+        help="gptq and fp8: what is added to the Hessian's diagonal, as a share of its mean.",
         parse=fraction(least=0, most=1, open_ends=True),
-        schemes=("gptq",),
-        reason="only gptq has a Hessian",
+        schemes=SOLVED,
+        reason="only gptq and fp8 fit weights by a Hessian",
     ),
     Setting(
         name="smooth",
@@ -137,7 +139,7 @@ SETTINGS = (
     Setting(
         name="calibration_tokens",
         metavar="TOKENS",
-        help=f"How much of it. Unset: {CALIBRATION_TOKENS} for gptq, {ROUNDING_TOKENS} for the rest, at most.",
+        help=f"How much of it. Unset: {CALIBRATION_TOKENS} for gptq and fp8, {ROUNDING_TOKENS} for the rest, at most.",
         parse=whole(least=128, most=2**24),
     ),
     Setting(
@@ -255,9 +257,9 @@ def _parsed(setting: Setting, given: Given) -> Value:
 
 def _calibration_tokens(method: Method, value: Value) -> int:
     if value is None:
-        return CALIBRATION_TOKENS if method == "gptq" else ROUNDING_TOKENS
+        return CALIBRATION_TOKENS if method in SOLVED else ROUNDING_TOKENS
     tokens = int(_number(value))
-    if method != "gptq" and tokens > ROUNDING_TOKENS:
+    if method not in SOLVED and tokens > ROUNDING_TOKENS:
         raise UserError(f"--calibration-tokens: --scheme {method} looks at no more than {ROUNDING_TOKENS}")
     return tokens
 

@@ -58,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for, beside the scheme."""
 
     seed: int
-    damp: float | None  # gptq only
+    damp: float | None  # gptq and fp8 only
     smooth: float | None  # null: searched, or not of this scheme
     keep: tuple[str, ...]
 

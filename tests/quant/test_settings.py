@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from launch.errors import UserError
-from quant.convert import ROUNDING_TOKENS_MAX
+from quant.convert import ROUNDING_TOKENS_MAX, _is_solved
 from quant.formats.scheme import Scheme
-from quant.settings import BITS, ROUNDING_TOKENS, SCHEMES, SETTINGS, QuantizeSettings, read_settings
+from quant.settings import BITS, ROUNDING_TOKENS, SCHEMES, SETTINGS, SOLVED, QuantizeSettings, read_settings
 from tests.quant.small import complaint, run_command
 from tests.tidy.imports import ROOT
 
@@ -42,7 +42,7 @@ GOLDEN = Path(__file__).with_name("golden") / "help_quantize.txt"
         ("m --scheme int8 --desc-act --out x", "--desc-act does not go with --scheme int8: only gptq"),
         ("m --scheme int8 --asym --out x", "--asym does not go with --scheme int8: only gptq"),
         ("m --scheme nf4 --sym --out x", "--sym does not go with --scheme nf4: only gptq"),
-        ("m --scheme fp8 --damp 0.1 --out x", "--damp does not go with --scheme fp8: only gptq"),
+        ("m --scheme int8 --damp 0.1 --out x", "--damp does not go with --scheme int8: only gptq and fp8"),
         ("m --scheme gptq --smooth 0.5 --out x", "--smooth does not go with --scheme gptq: its activations"),
         ("m --scheme nf4 --smooth 0.5 --out x", "--smooth does not go with --scheme nf4"),
         ("m --scheme int8 --smooth 1.5 --out x", "--smooth: 1.5 is not in 0 .. 1"),
@@ -110,6 +110,7 @@ def test_defaults() -> None:
 
 def test_no_more_calibration_is_sampled_than_is_looked_at() -> None:
     assert settings(scheme="int8").calibration_tokens == ROUNDING_TOKENS == ROUNDING_TOKENS_MAX
+    assert [method for method in SCHEMES if _is_solved(settings(scheme=method).scheme)] == sorted(SOLVED)
 
 
 def test_every_flag_that_is_not_of_a_scheme_is_refused_there() -> None:
