@@ -43,6 +43,7 @@ from quant.write import (
     refuse_full_disk,
     refuse_out,
     replace_file,
+    report_place,
     write_file,
     write_json,
 )
@@ -148,7 +149,7 @@ class _Conversion:
                 writer.abandon()
         place = self._out
         if not report.gate.passed:
-            place = self._out.with_name(f"{self._out.name}.report.json")
+            place = report_place(self._out)
             replace_file(place, report.encode())
         self._print(report, place)
         return 0 if report.gate.passed else BELOW_THE_GATE

@@ -54,6 +54,17 @@ def refuse_out(out: Path) -> None:
         raise UserError(f"{out.parent} is no directory: make it first, or choose another place with --out")
     if not os.access(out.parent, os.W_OK | os.X_OK):
         raise UserError(f"{out.parent} cannot be written to: choose another place with --out")
+    try:
+        report_place(out).lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a name that is too long would only be found out by the rename at the end
+        raise UserError(f"{out.name} cannot be a name: {error.strerror}: choose another with --out") from error
+
+
+def report_place(out: Path) -> Path:
+    """Where the report lies if the result is below the gate."""
+    return out.with_name(f"{out.name}.report.json")
 
 
 def refuse_full_disk(parent: Path, need_bytes: int) -> None:

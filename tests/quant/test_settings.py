@@ -145,6 +145,12 @@ def test_help_loads_no_torch(arguments: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "" and "quantize" in done.stdout
 
 
+def test_the_package_is_the_same_command() -> None:
+    command = [sys.executable, "-m", "quant", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith("Usage: pellucid quantize [OPTIONS] MODEL")
+
+
 def test_help_is_as_it_was(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     done = run_command(["quantize", "--help"], capsys)

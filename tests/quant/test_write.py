@@ -195,6 +195,10 @@ def test_an_out_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(UserError, match=f"{parent} is no directory"):
             refuse_out(tmp_path / parent / "out")
     refuse_out(tmp_path / "out")
+    (tmp_path / "out.report.json").touch()  # of an earlier try
+    refuse_out(tmp_path / "out")
+    with pytest.raises(UserError, match="cannot be a name: File name too long"):
+        refuse_out(tmp_path / ("x" * 250))
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK | os.X_OK)  # a superuser may write anywhere
     with pytest.raises(UserError, match="cannot be written to"):
         refuse_out(tmp_path / "out")
