@@ -84,32 +84,33 @@ class _Conversion:
     def __init__(
         self, checkpoint: Checkpoint, options: ConvertOptions, calibration: Tensor, evaluation: list[Tensor]
     ) -> None:
-        a = self._a = checkpoint.architecture
+        self._a = checkpoint.architecture
         self._checkpoint = checkpoint
         self._options = options
         self._scheme = options.scheme
         self._device = torch.device(options.device)
-        self._embedding = self._read("model.embed_tokens.weight", a.vocab_size, a.hidden)
-        self._dtype = stored_dtype(self._embedding)
+        embedding = self._embedding()
+        self._dtype = stored_dtype(embedding)
         if not _is_solved(self._scheme):
             calibration = calibration[: max(1, ROUNDING_TOKENS_MAX // calibration.shape[1])]
-        stored = self._embedding.to(self._dtype).float()
-        self._calibration = Stream(calibration.split(max(1, BATCH_TOKENS // calibration.shape[1])), stored)
         self._evaluation = _Padded(evaluation)
-        self._source = Stream(self._evaluation.batches, self._embedding)
+        self._source = Stream(self._evaluation.batches, embedding)
+        stored = embedding.to(self._dtype)  # rounded by itself or after it was looked up is the same
+        self._calibration = Stream(calibration.split(max(1, BATCH_TOKENS // calibration.shape[1])), stored)
         self._result = Stream(self._evaluation.batches, stored)
         self._reports: list[LinearReport] = []
+        self._damage: dict[str, float] = {}  # of each quantized linear layer, roughly: relative to the residual stream
 
     def run(self, sink: Sink, progress: Progress) -> Measured:
         """All layers, then the comparison."""
         a = self._a
-        sink({"model.embed_tokens.weight": self._embedding.to(self._dtype)})
+        sink({"model.embed_tokens.weight": self._embedding().to(self._dtype)})
         for number in range(a.layers):
             progress("quantizing layers", number, a.layers)
             sink(self._layer(number))
         progress("quantizing layers", a.layers, a.layers)
         last = self._read("model.norm.weight", a.hidden)
-        head = self._embedding if self._checkpoint.tied else self._read("lm_head.weight", a.vocab_size, a.hidden)
+        head = self._embedding() if self._checkpoint.tied else self._read("lm_head.weight", a.vocab_size, a.hidden)
         ending = {"model.norm.weight": last.to(self._dtype)}
         if not self._checkpoint.tied:
             ending["lm_head.weight"] = head.to(self._dtype)
@@ -120,11 +121,11 @@ class _Conversion:
         for tokens, source, result in self._evaluation.passages(self._source.x, self._result.x):
             comparison.add(tokens, source, result)
         kept = tuple(report.name for report in self._reports if report.kept)
-        worst = sorted((report for report in self._reports if not report.kept), key=lambda report: -report.output_error)
+        worst = sorted(self._damage, key=lambda name: -self._damage[name])
         return Measured(
             linears=tuple(self._reports),
             quality=comparison.result(),
-            suggestions=tuple(report.name for report in worst[:SUGGESTIONS]),
+            suggestions=tuple(worst[:SUGGESTIONS]),
             scheme=msgspec.structs.replace(self._scheme, kept=kept),
         )
 
@@ -140,10 +141,17 @@ class _Conversion:
         work = _Layer(self._smoothed(forward, weights, prefix), prefix, self._options, self._dtype)
         self._calibration.begin(forward, work.finished)
         self._result.begin(forward, work.finished)
+        branch: list[LinearReport] = []
         for stage in STAGES:
-            self._reports += work.quantize(stage, self._calibration.z)
+            branch += work.quantize(stage, self._calibration.z)
+            before = _some_rows(self._calibration.x)
             for stream in (self._calibration, self._result):
                 stream.advance(forward, stage, work.finished, work.linear)
+            if stage in ("o", "down"):  # where a branch joins the residual stream
+                share = relative(before, _some_rows(self._calibration.x))
+                self._damage |= {report.name: report.output_error * share for report in branch if not report.kept}
+                self._reports += branch
+                branch = []
         return work.tensors()
 
     def _smoothed(self, forward: LayerForward, weights: Weights, prefix: str) -> Weights:
@@ -167,6 +175,10 @@ class _Conversion:
     def _logits(self, last: Tensor, head: Tensor) -> Callable[[Tensor], Tensor]:
         last, head = last.to(self._device), head.to(self._device)
         return lambda x: F.linear(norm(x.to(self._device), last, self._a.norm_epsilon), head)
+
+    def _embedding(self) -> Tensor:
+        """Read when it is needed: it is larger than a layer."""
+        return self._read("model.embed_tokens.weight", self._a.vocab_size, self._a.hidden)
 
     def _read(self, name: str, *shape: int) -> Tensor:
         return _finite(self._checkpoint.read(name, shape, torch.float32), name)
