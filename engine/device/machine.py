@@ -2,6 +2,7 @@
 What this machine has for us: memory, threads, and whether it multiplies bfloat16 natively.
 """
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -40,6 +41,13 @@ def choose_dtype(name: str) -> torch.dtype:
     if name not in known:
         raise ModelError(f"dtype {name!r} is not supported: choose auto, float32 or bfloat16")
     return known[name]
+
+
+def give_back_memory() -> None:
+    """Freed memory goes back to the system: what loading took in passing would else count as ours for good."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; others need no telling
+    if trim is not None:
+        trim(0)
 
 
 def _lines(path: Path) -> list[str]:

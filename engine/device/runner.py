@@ -19,7 +19,7 @@ from engine.device.errors import MemoryShort, ModelError
 from engine.device.kernels import Kernels
 from engine.device.kernels.torch_fast import TorchFastKernels, weight_bytes
 from engine.device.kv import BLOCK_SLOTS, KvCache, block_bytes
-from engine.device.machine import choose_dtype, memory_bytes, threads
+from engine.device.machine import choose_dtype, give_back_memory, memory_bytes, threads
 from engine.device.model import Decoder, load_decoder
 from engine.device.probe import PROBE_BLOCKS, ROW_TILES, Probe, probe_layers, warm_up_plans
 from engine.device.sampler import NO_NUMBER, sample
@@ -76,6 +76,7 @@ class Runner:
         for plan in warm_up_plans(rows_max=min(options.tokens_step_max, context_max), blocks_max=blocks_max):
             runner.run(plan)
         runner.reset()
+        give_back_memory()
         return runner
 
     def run(self, plan: StepPlan) -> StepResult:

@@ -1,5 +1,5 @@
 """
-auto-gptq itself, in an environment of its own (`make test-auto-gptq`): it reads what we write, and solves what we solve.
+auto-gptq itself, in an environment of its own (`make test-auto-gptq`): it reads what we write, and solves as a backend.
 """
 
 import importlib.util
@@ -91,8 +91,10 @@ def test_as_a_backend_it_beats_rounding_and_not_us(
 
     rounded = round_weight(weight, scheme)
     assert isinstance(rounded, Affine)
-    given = {"bits": 4, "group_size": 32, "symmetric": symmetric, "desc_act": desc_act}
-    theirs, ours = solve_with_auto_gptq(weight, hessian, **given), solve(weight, hessian, **given)
+    theirs, ours = (
+        solver(weight, hessian, bits=4, group_size=32, symmetric=symmetric, desc_act=desc_act)
+        for solver in (solve_with_auto_gptq, solve)
+    )
     assert error(theirs) < 0.9 * error(rounded)
     assert error(ours) < 1.05 * error(theirs)
     stored = unpack(scheme, pack(scheme, theirs), theirs.shape)

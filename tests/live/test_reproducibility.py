@@ -5,27 +5,18 @@ whatever happens around it.
 The scheduler and the device run here without sockets, so that the batch is exactly what the test says.
 """
 
-import json
 import random
 from pathlib import Path
 
 import msgspec
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from engine.api import GenerateRequest, Sampling
 from engine.config import EngineOptions, SchedulerConfig
 from engine.device import Device
 from engine.device.runner import Runner
 from engine.scheduler import Scheduler
-from quant.formats.checkpoint import open_checkpoint
-from quant.formats.kept import LINEARS
-from quant.formats.layouts import pack, quantization_config
-from quant.formats.rounding import round_weight
-from quant.formats.scheme import Scheme
-from quant.forward import read_layer
-from quant.source_config import config_of
+from tests.torch.rounded import SCHEMES, write_rounded_file
 
 SEED = 5
 REQUESTS = 24
@@ -40,33 +31,12 @@ def device(request: pytest.FixtureRequest, default_model: Path, tmp_path_factory
         options = msgspec.structs.replace(options, quantization="int8", kv_dtype="int8")
     if request.param == "gptq with fp8 KV":
         directory = tmp_path_factory.mktemp("gptq")
-        write_gptq(default_model, directory)
+        write_rounded_file(default_model, directory, SCHEMES["gptq-g64"])
         options = msgspec.structs.replace(options, model=str(directory), kv_dtype="fp8")
     runner = Runner.load(options)
     assert runner.facts.reproducible
     assert runner.facts.weights.method in ("none", *request.param.split())
     return runner
-
-
-def write_gptq(source: Path, directory: Path) -> None:
-    """The default model with 4-bit weights in groups of 64.  How well they are chosen is of no consequence here."""
-    checkpoint = open_checkpoint(source)
-    scheme = Scheme(method="gptq", bits=4, granularity="group", group_size=64)
-    config = config_of(source, checkpoint) | {"quantization_config": quantization_config(scheme)}
-    (directory / "config.json").write_text(json.dumps(config))
-    a = checkpoint.architecture
-    shapes = {"model.embed_tokens.weight": (a.vocab_size, a.hidden), "model.norm.weight": (a.hidden,)}
-    tensors = {name: checkpoint.read(name, shape, torch.bfloat16) for name, shape in shapes.items()}
-    for layer in range(a.layers):
-        for suffix, weight in read_layer(checkpoint, layer, torch.float32).items():
-            name = f"model.layers.{layer}.{suffix}"
-            prefix = name.removesuffix(".weight")
-            if prefix.endswith(LINEARS):
-                packed = pack(scheme, round_weight(weight, scheme))
-                tensors |= {f"{prefix}.{part}": tensor.contiguous() for part, tensor in packed.items()}
-            else:
-                tensors[name] = weight.bfloat16()
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def workload() -> list[GenerateRequest]:

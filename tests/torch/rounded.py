@@ -8,14 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quant.formats.checkpoint import open_checkpoint
 from quant.formats.kept import LINEARS, is_kept
 from quant.formats.layouts import pack, quantization_config, unpack
 from quant.formats.rounding import round_weight
 from quant.formats.scheme import Scheme
 from quant.formats.weights import Quantized
+from quant.forward import read_layer
+from quant.source_config import config_of
 
 SCHEMES = {
     "int8": Scheme(method="int8", bits=8),
@@ -24,6 +28,7 @@ SCHEMES = {
     "fp8": Scheme(method="fp8", bits=8),
     "fp8-tensor": Scheme(method="fp8", bits=8, granularity="tensor"),
     "gptq": Scheme(method="gptq", bits=4, granularity="group", group_size=32),
+    "gptq-g64": Scheme(method="gptq", bits=4, granularity="group", group_size=64),
     "gptq-asym": Scheme(method="gptq", bits=4, granularity="group", group_size=64, symmetric=False),
     "gptq-8bit": Scheme(method="gptq", bits=8, granularity="group", group_size=32),
     "gptq-channel": Scheme(method="gptq", bits=4),
@@ -60,6 +65,30 @@ def write_rounded(
         dense[name] = unpack(scheme, packed, weight.shape).dense(tensor.dtype)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     return dense
+
+
+def write_rounded_file(source: Path, directory: Path, scheme: Scheme | None) -> None:
+    """The model of a file or directory without its text, in the numbers of `scheme`, or in bfloat16."""
+    checkpoint = open_checkpoint(source)
+    config = config_of(source, checkpoint, dtype="bfloat16")
+    if scheme is not None:
+        config["quantization_config"] = quantization_config(scheme)
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    a = checkpoint.architecture
+    shapes = {"model.embed_tokens.weight": (a.vocab_size, a.hidden), "model.norm.weight": (a.hidden,)}
+    shapes |= {} if checkpoint.tied else {"lm_head.weight": (a.vocab_size, a.hidden)}
+    tensors = {name: checkpoint.read(name, shape, torch.bfloat16) for name, shape in shapes.items()}
+    for layer in range(a.layers):
+        for suffix, weight in read_layer(checkpoint, layer, torch.float32).items():
+            name = f"model.layers.{layer}.{suffix}"
+            prefix = name.removesuffix(".weight")
+            if scheme is not None and prefix != name and prefix.endswith(LINEARS):
+                packed = pack(scheme, round_weight(weight, scheme))
+                tensors |= {f"{prefix}.{part}": tensor.contiguous() for part, tensor in packed.items()}
+            else:
+                tensors[name] = weight.bfloat16()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def with_kept(scheme: Scheme, *names: str) -> Scheme:
