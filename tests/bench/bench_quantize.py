@@ -50,14 +50,7 @@ def table(reports: list[Report]) -> str:
         "| scheme | weights | bits per weight | perplexity | rise | top-1 | KL, nats | gate | seconds | peak memory |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for report in reports:
-        quality, cost = report.quality, report.cost
-        lines.append(
-            f"| {report.label} | {report.size.result_bytes / MIB:.0f} MiB | {bits_per_weight(report):.2f} "
-            f"| {quality.perplexity:.2f} | {quality.perplexity_increase:+.2%} | {quality.top1:.2%} "
-            f"| {quality.kl_mean:.4f} | {'passes' if report.gate.passed else 'fails'} "
-            f"| {cost.seconds:.0f} | {cost.peak_memory_bytes / MIB:.0f} MiB |"
-        )
+    lines += map(row, reports)
     quality, calibration = first.quality, first.calibration
     lines += [
         "",
@@ -67,6 +60,17 @@ def table(reports: list[Report]) -> str:
         f"torch {first.versions.torch}, {first.host.processor}, {first.host.threads} threads.",
     ]
     return "\n".join(lines)
+
+
+def row(report: Report) -> str:
+    """One line of it."""
+    quality, cost = report.quality, report.cost
+    return (
+        f"| {report.label} | {report.size.result_bytes / MIB:.0f} MiB | {bits_per_weight(report):.2f} "
+        f"| {quality.perplexity:.2f} | {quality.perplexity_increase:+.2%} | {quality.top1:.2%} "
+        f"| {quality.kl_mean:.4f} | {'passes' if report.gate.passed else 'fails'} "
+        f"| {cost.seconds:.0f} | {cost.peak_memory_bytes / MIB:.0f} MiB |"
+    )
 
 
 def bits_per_weight(report: Report) -> float:
@@ -96,7 +100,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="pellucid-bench-") as folder:
         for run in runs:
             reports.append(convert(arguments.model, run, Path(folder) / "-".join(run)))
-            print(f"{reports[-1].label}: {reports[-1].cost.seconds:.0f} s", file=sys.stderr)
+            print(row(reports[-1]), file=sys.stderr, flush=True)
     text = table(reports)
     print(text)
     print(f"load average after {os.getloadavg()[0]:.1f}")
