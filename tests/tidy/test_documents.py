@@ -27,7 +27,13 @@ def test_the_changelog_knows_every_option(option: object) -> None:
 
 
 def test_the_documents_name_no_option_that_does_not_exist() -> None:
-    known = {option.flag for option in OPTIONS} | {"--config", "--help", "--strict", "--no-prefix-cache"}
+    known = {option.flag for option in OPTIONS} | {
+        "--config",
+        "--help",
+        "--strict",
+        "--no-prefix-cache",
+        "--randomly-seed",
+    }
     known |= QUANTIZE_FLAGS
     for text in (README, CHANGELOG, CONTRIBUTING, QUANTIZATION):
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) - known == set()
