@@ -170,7 +170,8 @@ class _Conversion:
         def product(z: Tensor, weight: Tensor) -> Tensor:
             return F.linear(round_activations(z, scheme.activations), round_weight(weight, scheme).dense(torch.float32))
 
-        return smooth_layer(weights, inputs, self._a, self._dtype, alpha=alpha, product=product)
+        integers = scheme.activations == "int8"
+        return smooth_layer(weights, inputs, self._a, self._dtype, alpha=alpha, product=product, integers=integers)
 
     def _logits(self, last: Tensor, head: Tensor) -> Callable[[Tensor], Tensor]:
         last, head = last.to(self._device), head.to(self._device)

@@ -30,6 +30,7 @@ NORM_STAGES: tuple[Stage, ...] = ("qkv", "gate_up")
 _NORMS: dict[Stage, str] = {"qkv": "input_layernorm.weight", "gate_up": "post_attention_layernorm.weight"}
 _SOURCES: dict[Stage, str] = {"o": "self_attn.v_proj", "down": "mlp.up_proj"}
 _FACTOR_MAX = 2.0**10
+_STEPS, _STEP = 60, 0.03  # of the descent
 SAMPLE_ROWS = 512  # tokens on which alphas are compared
 
 
@@ -52,17 +53,16 @@ def smooth_layer(
     *,
     alpha: float | None,
     product: Product,
+    integers: bool,
 ) -> Weights:
-    """The layer with the inputs of the stages in `inputs` smoothed: by `alpha`, or by each stage's best (None)."""
+    """The layer with the inputs of the stages in `inputs` smoothed: by `alpha`, or as `search` finds best (None)."""
     for stage in FOLD_ORDER:
         if stage not in inputs:
             continue
-        read = inputs[stage]
         if alpha is None:
-            factors = search(weights, stage, read.sample, read.largest, a, product)[0]
+            factors = search(weights, stage, inputs[stage], a, product, integers=integers)
         else:
-            weight = torch.cat([weights[f"{name}.weight"] for name in LINEARS[stage]])
-            factors = choose(weight, stage, read.largest, alpha, a)
+            factors = choose(_weight(weights, stage), stage, inputs[stage].largest, alpha, a)
         weights = fold(weights, stage, factors, a, dtype)
     return weights
 
@@ -72,7 +72,7 @@ def fold(weights: Weights, stage: Stage, factors: Tensor, a: Architecture, dtype
     The layer with the inputs of `stage` divided by `factors` [in], and the same function.
 
     A norm is stored as `dtype`; the factors give way a little, so that it is rounded before and not after the columns.
-    For `o`, factors of query heads that read the same key/value head must be equal (`shared_by_heads`).
+    For `o`, factors of query heads that read the same key/value head must be equal.
     """
     folded = dict(weights)
     if stage in _NORMS:
@@ -107,44 +107,76 @@ def factors_of(weight: Tensor, largest: Tensor, alpha: float) -> Tensor:
     return logs.exp().clamp(1 / _FACTOR_MAX, _FACTOR_MAX)
 
 
-def shared_by_heads(factors: Tensor, a: Architecture) -> Tensor:
-    """The same for all query heads of a key/value head: their geometric mean."""
-    logs = _heads(factors.log(), a)
-    return logs.mean(1, keepdim=True).expand_as(logs).flatten().exp()
-
-
 def search(
-    weights: Weights, stage: Stage, inputs: Tensor, largest: Tensor, a: Architecture, product: Product
-) -> tuple[Tensor, float]:
+    weights: Weights, stage: Stage, inputs: Inputs, a: Architecture, product: Product, *, integers: bool
+) -> Tensor:
     """
-    The factors with the least error of the outputs, and their alpha; 0: none is better than all ones.
+    The factors with the least error of the outputs: all ones, those of some alpha, or for integers those refined.
 
     Args:
-        inputs: [rows, in], a sample
-        largest: [in], of all inputs
+        integers: activations are rounded in even steps, which `refine` reckons with
     """
-    weight = torch.cat([weights[f"{name}.weight"] for name in LINEARS[stage]])
-    expected = F.linear(inputs, weight)
-    size = expected.square().sum(1) + 1e-12
-    best, best_alpha = torch.ones_like(largest), 0.0
-    least = _loss(product(inputs, weight), expected, size)
-    for alpha in ALPHAS:
-        factors = choose(weight, stage, largest, alpha, a)
-        loss = _loss(product(inputs / factors, weight * factors), expected, size)
-        if loss < least:
-            best, best_alpha, least = factors, alpha, loss
-    return best, best_alpha
+    weight = _weight(weights, stage)
+    sample = inputs.sample
+    expected = F.linear(sample, weight)
+
+    def loss_of(factors: Tensor) -> float:
+        """The mean over tokens of each one's relative squared error: a few huge tokens must not decide alone."""
+        found = product(sample / factors, weight * factors)
+        return float(((found - expected).square().sum(1) / _energy(expected)).mean())
+
+    tried = [choose(weight, stage, inputs.largest, alpha, a) for alpha in ALPHAS]
+    best = min((torch.ones_like(inputs.largest), *tried), key=loss_of)
+    if not integers:
+        return best
+    return min((best, refine(best, weight, sample, stage, a)), key=loss_of)
+
+
+def refine(factors: Tensor, weight: Tensor, inputs: Tensor, stage: Stage, a: Architecture) -> Tensor:
+    """
+    Descend from `factors` on the error that rounding is expected to make.
+
+    Rounding to steps of d adds noise of variance d^2 / 12, d being the largest value over 127: of a token for its
+    inputs, of an output channel for its weights.  So with inputs x / s and weights w s the output of a token is off by
+        max|x / s|^2 sum|w s|^2  +  sum|x / s|^2 sum over channels of max|w s|^2
+    up to a constant, and that has a gradient in s.
+    """
+    sizes, squares, energy = inputs.abs(), inputs.square(), _energy(F.linear(inputs, weight))
+    with torch.enable_grad():
+        logs = factors.log().requires_grad_()
+        descent = torch.optim.Adam([logs], lr=_STEP)
+        for _ in range(_STEPS):
+            scale = _usable(logs, stage, a).exp()
+            scaled = weight * scale
+            of_inputs = (sizes / scale).amax(1).square() * scaled.square().sum()
+            of_weights = (squares / scale.square()).sum(1) * scaled.abs().amax(1).square().sum()
+            loss = ((of_inputs + of_weights) / energy).mean().log()
+            descent.zero_grad()
+            loss.backward()
+            descent.step()
+        return _usable(logs, stage, a).exp().detach()
 
 
 def choose(weight: Tensor, stage: Stage, largest: Tensor, alpha: float, a: Architecture) -> Tensor:
     """The factors for one alpha that the stage can have."""
-    factors = factors_of(weight, largest, alpha)
-    return shared_by_heads(factors, a) if stage == "o" else factors
+    return _usable(factors_of(weight, largest, alpha).log(), stage, a).exp()
 
 
-def _loss(found: Tensor, expected: Tensor, size: Tensor) -> float:
-    """The mean over tokens of each one's relative squared error: a few huge tokens must not decide alone."""
-    return float(((found - expected).square().sum(1) / size).mean())
+def _usable(logs: Tensor, stage: Stage, a: Architecture) -> Tensor:
+    """Logarithms of factors as the stage can have them: one for all query heads of a key/value head, their mean."""
+    if stage != "o":
+        return logs
+    heads = _heads(logs, a)
+    return heads.mean(1, keepdim=True).expand_as(heads).flatten()
+
+
+def _weight(weights: Weights, stage: Stage) -> Tensor:
+    return torch.cat([weights[f"{name}.weight"] for name in LINEARS[stage]])
+
+
+def _energy(outputs: Tensor) -> Tensor:
+    """Of each token; never 0."""
+    return outputs.square().sum(1) + torch.finfo(torch.float32).tiny
 
 
 def _heads(channels: Tensor, a: Architecture) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from quant.formats.architecture import Architecture, Rope
 from quant.formats.numbers import round_int8, round_rows_int8
 from quant.forward import LINEARS, STAGES, LayerForward, Stage, layer_shapes, plain
-from quant.smooth import FOLD_ORDER, choose, factors_of, fold, search, shared_by_heads
+from quant.smooth import Inputs, choose, factors_of, fold, refine, search, smooth_layer
 
 LLAMA = Architecture(
     family="llama",
@@ -63,6 +63,10 @@ def stage_inputs(a: Architecture, weights: dict[str, Tensor]) -> dict[Stage, Ten
     return found
 
 
+def inputs_to(z: Tensor) -> Inputs:
+    return Inputs([z], torch.device("cpu"))
+
+
 def rounded(inputs: Tensor, weight: Tensor) -> Tensor:
     """W8A8, per token and per channel."""
     codes, scale = round_rows_int8(inputs)
@@ -77,7 +81,7 @@ def test_folding_leaves_the_function(model: str, stage: Stage) -> None:
     columns = weights[f"{LINEARS[stage][0]}.weight"].shape[1]
     factors = torch.exp(torch.randn(columns, generator=torch.Generator().manual_seed(9)))
     if stage == "o":
-        factors = shared_by_heads(factors, a)
+        factors = factors.view(a.kv_heads, -1, a.head_dim)[:, :1].expand(-1, a.heads // a.kv_heads, -1).flatten()
     folded = fold(weights, stage, factors, a, torch.bfloat16)
     layer = LayerForward(a, 0)
     torch.testing.assert_close(layer.whole(x, folded), layer.whole(x, weights), rtol=1e-4, atol=1e-4)
@@ -88,16 +92,15 @@ def test_folding_leaves_the_function(model: str, stage: Stage) -> None:
     torch.testing.assert_close(after * factors, before, rtol=0.01, atol=1e-3)
 
 
+@pytest.mark.parametrize("alpha", [None, 0.5])
 @pytest.mark.parametrize("model", MODELS)
-def test_all_foldings_together(model: str) -> None:
+def test_all_foldings_together(model: str, alpha: float | None) -> None:
     a = MODELS[model]
-    weights = folded = weights_of(a)
-    for stage in FOLD_ORDER:
-        inputs = stage_inputs(a, folded)[stage]
-        factors, alpha = search(folded, stage, inputs, inputs.abs().amax(0), a, rounded)
-        assert 0 <= alpha < 1
-        folded = fold(folded, stage, factors, a, torch.bfloat16)
-    layer, x = LayerForward(a, 0), inputs_of(a)
+    weights, x = weights_of(a), inputs_of(a)
+    inputs = {stage: inputs_to(z) for stage, z in stage_inputs(a, weights).items()}
+    folded = smooth_layer(weights, inputs, a, torch.bfloat16, alpha=alpha, product=rounded, integers=True)
+    assert any(not torch.equal(folded[name], weights[name]) for name in weights)
+    layer = LayerForward(a, 0)
     torch.testing.assert_close(layer.whole(x, folded), layer.whole(x, weights), rtol=1e-4, atol=1e-3)
 
 
@@ -111,25 +114,40 @@ def test_a_norm_of_zero_stays() -> None:
     torch.testing.assert_close(layer.whole(x, folded), layer.whole(x, weights), rtol=1e-4, atol=1e-4)
 
 
-def test_search_pays_where_channels_are_large() -> None:
+def error_of(factors: Tensor, weight: Tensor, inputs: Tensor) -> float:
+    expected = F.linear(inputs, weight)
+    return float((rounded(inputs / factors, weight * factors) - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_search_pays_where_channels_are_large(stage: Stage) -> None:
+    weights = weights_of(LLAMA)
+    inputs = stage_inputs(LLAMA, weights)[stage]
+    inputs[:, ::17] *= 20  # of all stages
+    weight = torch.cat([weights[f"{name}.weight"] for name in LINEARS[stage]])
+    plainly = error_of(torch.ones(inputs.shape[1]), weight, inputs)
+    by_alpha = search(weights, stage, inputs_to(inputs), LLAMA, rounded, integers=False)
+    refined = search(weights, stage, inputs_to(inputs), LLAMA, rounded, integers=True)
+    assert error_of(by_alpha, weight, inputs) < (0.8 if stage != "o" else 1) * plainly
+    assert error_of(refined, weight, inputs) < 1.02 * error_of(by_alpha, weight, inputs)
+
+
+def test_refining_descends_on_the_error_itself() -> None:
+    """From no smoothing at all; the estimate that it follows has to be one of the real error."""
     weights = weights_of(LLAMA)
     inputs = stage_inputs(LLAMA, weights)["qkv"]
-    factors, alpha = search(weights, "qkv", inputs, inputs.abs().amax(0), LLAMA, rounded)
     weight = torch.cat([weights[f"{name}.weight"] for name in LINEARS["qkv"]])
-    expected = F.linear(inputs, weight)
-    before = (rounded(inputs, weight) - expected).norm()
-    after = (rounded(inputs / factors, weight * factors) - expected).norm()
-    assert alpha > 0
-    assert after < 0.5 * before
+    ones = torch.ones(96)
+    found = refine(ones, weight, inputs, "qkv", LLAMA)
+    assert not found.requires_grad
+    assert error_of(found, weight, inputs) < 0.7 * error_of(ones, weight, inputs)
 
 
 def test_search_leaves_alone_what_is_even() -> None:
     """Inputs of one size and weights without error: nothing is better than nothing."""
     weights = weights_of(LLAMA)
     inputs = torch.sign(torch.randn(64, 160, generator=torch.Generator().manual_seed(1)))
-    factors, alpha = search(weights, "down", inputs, torch.ones(160), LLAMA, F.linear)
-    assert alpha == 0
-    assert torch.equal(factors, torch.ones(160))
+    assert torch.equal(search(weights, "down", inputs_to(inputs), LLAMA, F.linear, integers=False), torch.ones(160))
 
 
 def test_factors() -> None:
