@@ -31,7 +31,7 @@ _NORMS: dict[Stage, str] = {"qkv": "input_layernorm.weight", "gate_up": "post_at
 _SOURCES: dict[Stage, str] = {"o": "self_attn.v_proj", "down": "mlp.up_proj"}
 _FACTOR_MAX = 2.0**10
 _STEPS, _STEP = 60, 0.03  # of the descent
-SAMPLE_ROWS = 512  # tokens on which alphas are compared
+SAMPLE_ROWS = 512  # of tokens, and of weights, that a search looks at
 
 
 class Inputs:
@@ -142,14 +142,16 @@ def refine(factors: Tensor, weight: Tensor, inputs: Tensor, stage: Stage, a: Arc
     up to a constant, and that has a gradient in s.
     """
     sizes, squares, energy = inputs.abs(), inputs.square(), _energy(F.linear(inputs, weight))
+    columns = weight.square().sum(0)
+    stride = -(-len(weight) // SAMPLE_ROWS)
+    some, share = weight[::stride].abs(), len(weight) / len(weight[::stride])
     with torch.enable_grad():
         logs = factors.log().requires_grad_()
         descent = torch.optim.Adam([logs], lr=_STEP)
         for _ in range(_STEPS):
             scale = _usable(logs, stage, a).exp()
-            scaled = weight * scale
-            of_inputs = (sizes / scale).amax(1).square() * scaled.square().sum()
-            of_weights = (squares / scale.square()).sum(1) * scaled.abs().amax(1).square().sum()
+            of_inputs = (sizes / scale).amax(1).square() * (columns @ scale.square())
+            of_weights = (squares @ scale.square().reciprocal()) * (some * scale).amax(1).square().sum() * share
             loss = ((of_inputs + of_weights) / energy).mean().log()
             descent.zero_grad()
             loss.backward()
