@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quant.auto_gptq_backend import solve_with_auto_gptq
 from quant.formats.checkpoint import Checkpoint
 from quant.formats.errors import ModelError
 from quant.formats.layouts import pack
@@ -229,7 +230,7 @@ class _Layer:
                 name: solve_fp8(weight, hessian.total, scheme.granularity, damp=damp)
                 for name, weight in zip(names, weights, strict=True)
             }
-        together = solve(
+        together = (solve_with_auto_gptq if self._options.backend == "auto-gptq" else solve)(
             torch.cat(weights),
             hessian.total,
             bits=scheme.bits,

@@ -16,6 +16,8 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The number format wanted.  Its `kept` is what comes out; what is to be kept goes into `keep`."""
     damp: float = 0.01
     """gptq: what is added to the Hessian's diagonal, as a share of its mean."""
+    backend: str = "native"
+    """gptq: whose solver; native is `quant.gptq`, auto-gptq that package's."""
     smooth: float | None = None
     """int8 and fp8: SmoothQuant's alpha, 0 being no smoothing; None: searched, layer by layer."""
     keep: tuple[str, ...] = ()

@@ -116,6 +116,12 @@ def _refuse_absent(settings: QuantizeSettings) -> None:
     """Raises UserError if something that the settings need is not on this machine."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here")
+    if settings.backend == "auto-gptq" and settings.device != "cuda":
+        raise UserError("--backend auto-gptq needs --device cuda: it waits for CUDA after each layer")
+    if settings.backend == "auto-gptq" and importlib.util.find_spec("auto_gptq") is None:
+        raise UserError(
+            "--backend auto-gptq needs the package: in an environment of its own, pip install 'pellucid[auto-gptq]'"
+        )
     if settings.scheme.method in ("nf4", "llm-int8") and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--scheme {settings.scheme.method} needs bitsandbytes: pip install 'pellucid[bnb]'")
     for flag, path in (("--calibration", settings.calibration), ("--eval", settings.evaluation)):
@@ -161,6 +167,7 @@ class _Conversion:
             options = ConvertOptions(
                 scheme=settings.scheme,
                 damp=settings.damp,
+                backend=settings.backend,
                 smooth=settings.smooth,
                 keep=settings.keep,
                 seed=settings.seed,

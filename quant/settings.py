@@ -124,6 +124,15 @@ SETTINGS = (
         reason="only gptq and fp8 fit weights by a Hessian",
     ),
     Setting(
+        name="backend",
+        default="native",
+        metavar="NAME",
+        help="gptq: native, or auto-gptq, which needs --device cuda and the extra of that name.",
+        parse=one_of("native", "auto-gptq"),
+        schemes=("gptq",),
+        reason="only gptq has another implementation",
+    ),
+    Setting(
         name="smooth",
         metavar="ALPHA",
         help="int8 and fp8: SmoothQuant's exponent, 0 for none. Unset: searched, layer by layer.",
@@ -200,6 +209,7 @@ class QuantizeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """None: only with `dry_run`."""
     scheme: Scheme
     damp: float
+    backend: str
     smooth: float | None
     calibration: Path | None
     calibration_tokens: int
@@ -229,6 +239,7 @@ def read_settings(model: str, given: Given) -> QuantizeSettings:
         out=_path(values["out"]),
         scheme=scheme,
         damp=_number(values["damp"]),
+        backend=str(values["backend"]),
         smooth=None if values["smooth"] is None else _number(values["smooth"]),
         calibration=_path(values["calibration"]),
         calibration_tokens=_calibration_tokens(scheme.method, values["calibration_tokens"]),

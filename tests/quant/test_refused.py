@@ -60,6 +60,10 @@ def test_a_place_that_lets_nobody_write_is_refused(runner: Runner, monkeypatch: 
             "sizes that fit all layers are 32; or --keep those layers",
         ),
         ({"device": "cuda"}, "--device cuda: torch sees no CUDA device here"),
+        (
+            {"scheme": "gptq", "group_size": "32", "backend": "auto-gptq"},
+            "--backend auto-gptq needs --device cuda: it waits for CUDA after each layer",
+        ),
         ({"model": "absent.gguf"}, "no such model file"),
         ({"model": "zzz"}, "no model named 'zzz'"),
     ],

@@ -144,7 +144,12 @@ def test_the_lock_pins_every_requirement_exactly() -> None:
     project = tomllib.loads(read(Path("pyproject.toml")))["project"]
     wanted = [
         *project["dependencies"],
-        *(name for extra in project["optional-dependencies"].values() for name in extra),
+        *(
+            name
+            for extra, names in project["optional-dependencies"].items()
+            for name in names
+            if extra != "auto-gptq"  # old versions, pinned where they stand, for an environment of their own
+        ),
     ]
     assert {_canonical(re.split(r"[><=;\[ ]", name)[0]) for name in wanted} - locked == set()
 
