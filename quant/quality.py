@@ -12,7 +12,7 @@ from quant.report import Quality
 Logits = Callable[[Tensor], Tensor]
 """Hidden states [rows, hidden] behind the last layer to logits float32 [rows, vocab_size]."""
 
-_ROWS = 512  # whose logits are in memory together
+_ROWS = 128  # whose logits are in memory together
 
 
 class Comparison:
