@@ -51,7 +51,7 @@ Progress = Callable[[str, int, int], None]
 
 BATCH_TOKENS = 2048  # that go through a layer together
 ROUNDING_TOKENS_MAX = 4096  # of calibration, where no Hessian is needed
-ERROR_ROWS = 4096  # on which a layer's error is measured
+ERROR_ROWS = 1024  # on which a layer's error is measured
 SUGGESTIONS = 10
 
 
