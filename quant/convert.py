@@ -22,10 +22,10 @@ from quant.auto_gptq_backend import solve_with_auto_gptq
 from quant.formats.checkpoint import Checkpoint
 from quant.formats.errors import ModelError
 from quant.formats.layouts import pack
-from quant.formats.numbers import groups_of, round_rows_fp8, round_rows_int8
+from quant.formats.numbers import groups_of, round_fp8, round_rows_fp8, round_rows_int8
 from quant.formats.rounding import round_weight
 from quant.formats.scheme import Activations, Scheme
-from quant.formats.weights import Affine, Quantized
+from quant.formats.weights import Affine, Fp8, Quantized
 from quant.forward import (
     ALL_LINEARS,
     LINEARS,
@@ -225,11 +225,12 @@ class _Layer:
         for batch in inputs:
             hessian.add(batch)
         damp = self._options.damp
+        counts = [len(weight) for weight in weights]
         if scheme.method == "fp8":
-            return {
-                name: solve_fp8(weight, hessian.total, scheme.granularity, damp=damp)
-                for name, weight in zip(names, weights, strict=True)
-            }
+            scales = [round_fp8(weight, scheme.granularity).scale for weight in weights]
+            of_rows = torch.cat([scale.expand(rows, 1) for scale, rows in zip(scales, counts, strict=True)])
+            values = solve_fp8(torch.cat(weights), of_rows, hessian.total, damp=damp).values.split(counts)
+            return {name: Fp8(part, scale) for name, part, scale in zip(names, values, scales, strict=True)}
         together = (solve_with_auto_gptq if self._options.backend == "auto-gptq" else solve)(
             torch.cat(weights),
             hessian.total,
@@ -239,7 +240,7 @@ class _Layer:
             desc_act=scheme.desc_act,
             damp=damp,
         )
-        return dict(zip(names, _rows_of(together, [len(weight) for weight in weights]), strict=True))
+        return dict(zip(names, _rows_of(together, counts), strict=True))
 
     def _report(self, name: str, inputs: Tensor) -> LinearReport:
         weight, finished = self._source[f"{name}.weight"], self.finished[f"{name}.weight"]

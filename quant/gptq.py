@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quant.formats.numbers import FP8_MAX, group_grid, groups_of, round_fp8
-from quant.formats.scheme import Granularity
+from quant.formats.numbers import FP8_MAX, group_grid, groups_of
 from quant.formats.weights import Affine, Fp8
 
 BLOCK = 128  # columns whose updates are gathered before the others see them
@@ -68,14 +67,13 @@ def solve(
     return grid.affine(values[torch.argsort(order)].t(), group_of, listed=desc_act and width < columns)
 
 
-def solve_fp8(weight: Tensor, hessian: Tensor, granularity: Granularity, *, damp: float = 0.01) -> Fp8:
-    """The same in e4m3, on the scales of plain rounding."""
-    scale = round_fp8(weight, granularity).scale
+def solve_fp8(weight: Tensor, scale: Tensor, hessian: Tensor, *, damp: float = 0.01) -> Fp8:
+    """The same in e4m3, on scales [out, 1] that are given: with them nothing may lie far beyond 448."""
     _, order = _order(hessian)
     rows = weight.float().t()[order]
     values = _sweep(rows, _factor(hessian[order][:, order], damp), _E4m3Grid(scale[:, 0]), BLOCK)
     steps = values[torch.argsort(order)].t() / scale
-    return Fp8(steps.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale)
+    return Fp8(steps.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).contiguous(), scale)
 
 
 def search_grid(weight: Tensor, importance: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor | None]:

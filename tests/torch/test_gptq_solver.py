@@ -10,10 +10,10 @@ from torch import Tensor
 
 from quant.formats.checkpoint import open_checkpoint
 from quant.formats.errors import ModelError
-from quant.formats.numbers import round_groups
-from quant.formats.weights import Affine
+from quant.formats.numbers import round_fp8, round_groups
+from quant.formats.weights import Quantized
 from quant.forward import LINEARS, STAGES, LayerForward, Stream, plain, read_layer
-from quant.gptq import Hessian, search_grid, solve
+from quant.gptq import Hessian, search_grid, solve, solve_fp8
 
 DAMP = 0.01
 
@@ -38,7 +38,7 @@ def hessian_of(inputs: Tensor) -> Tensor:
     return hessian.total
 
 
-def output_error(weight: Tensor, rounded: Affine, inputs: Tensor) -> float:
+def output_error(weight: Tensor, rounded: Quantized, inputs: Tensor) -> float:
     difference = (rounded.dense(torch.float32) - weight).double() @ inputs.double().t()
     return float(difference.norm() / (weight.double() @ inputs.double().t()).norm())
 
@@ -226,3 +226,12 @@ def test_beats_plain_rounding_on_the_default_model(gguf_file: Path) -> None:
             found = output_error(weight, solve(weight, hessian_of(inputs), bits=4, group_size=64), inputs)
             assert found < 0.8 * plainly, f"layer {number}, {stage}: {found:.4f} against {plainly:.4f}"
             stream.advance(forward, stage, weights, plain(weights))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_e4m3_beats_plain_rounding(seed: int) -> None:
+    inputs, weight = correlated(seed, 160), weight_of(seed, 48, 160)
+    plainly = round_fp8(weight, "channel")
+    found = solve_fp8(weight, plainly.scale, hessian_of(inputs))
+    assert torch.isfinite(found.dense(torch.float32)).all()
+    assert output_error(weight, found, inputs) < 0.8 * output_error(weight, plainly, inputs)
