@@ -2,6 +2,7 @@
 What the quantized model says against what its source says: token by token, on text that neither was made for.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -21,10 +22,11 @@ class Comparison:
     def __init__(self, source: Logits, quantized: Logits) -> None:
         self._source = source
         self._quantized = quantized
-        self._divergences: list[Tensor] = []
-        self._same: list[Tensor] = []
-        self._source_losses: list[Tensor] = []
-        self._losses: list[Tensor] = []
+        # Numbers and not small tensors: those would lie between the large ones of every step and hold their memory.
+        self._divergences: list[float] = []
+        self._same: list[bool] = []
+        self._source_losses: list[float] = []
+        self._losses: list[float] = []
 
     def add(self, tokens: Tensor, source: Tensor, quantized: Tensor) -> None:
         """One passage: ids [tokens], and both models' hidden states [tokens, hidden].  The last predicts nothing."""
@@ -34,22 +36,27 @@ class Comparison:
 
     def _add(self, targets: Tensor, source: Tensor, quantized: Tensor) -> None:
         expected, found = source.log_softmax(-1), quantized.log_softmax(-1)
-        self._divergences.append((expected.exp() * (expected - found)).sum(-1).cpu())
-        self._same.append((expected.argmax(-1) == found.argmax(-1)).cpu())
+        self._divergences += (expected.exp() * (expected - found)).sum(-1).tolist()
+        self._same += (expected.argmax(-1) == found.argmax(-1)).tolist()
         chosen = targets.to(expected.device)[:, None]
-        self._source_losses.append(-expected.gather(1, chosen)[:, 0].cpu())
-        self._losses.append(-found.gather(1, chosen)[:, 0].cpu())
+        self._source_losses += (-expected.gather(1, chosen)[:, 0]).tolist()
+        self._losses += (-found.gather(1, chosen)[:, 0]).tolist()
 
     def result(self) -> Quality:
         """Of all passages; at least one of two tokens must have come."""
-        divergences = torch.cat(self._divergences).double()
-        source_loss, loss = torch.cat(self._source_losses).double().mean(), torch.cat(self._losses).double().mean()
+        count = len(self._divergences)
+        source_loss, loss = math.fsum(self._source_losses) / count, math.fsum(self._losses) / count
         return Quality(
-            tokens=len(divergences),
-            source_perplexity=float(source_loss.exp()),
-            perplexity=float(loss.exp()),
-            perplexity_increase=float((loss - source_loss).exp() - 1),
-            kl_mean=float(divergences.mean()),
-            kl_p99=float(divergences.quantile(0.99)),
-            top1=float(torch.cat(self._same).double().mean()),
+            tokens=count,
+            source_perplexity=_exp(source_loss),
+            perplexity=_exp(loss),
+            perplexity_increase=_exp(loss - source_loss) - 1,
+            kl_mean=math.fsum(self._divergences) / count,
+            kl_p99=float(torch.tensor(self._divergences, dtype=torch.float64).quantile(0.99)),
+            top1=sum(self._same) / count,
         )
+
+
+def _exp(loss: float) -> float:
+    """Infinite where it is too large for a float, NaN of NaN: a broken result must be reported, not crash."""
+    return math.exp(loss) if not loss > 700 else math.inf
