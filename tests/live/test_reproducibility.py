@@ -22,27 +22,28 @@ SEED = 5
 REQUESTS = 24
 OUTPUT_TOKENS = 16
 BLOCK_SLOTS = 16
+LAYERS = 4  # of the model, where it is quantized: each runs the same kernels on the same shapes
 
 
-@pytest.fixture(scope="module", params=["default", "int8 with int8 KV", "gptq with fp8 KV"])
+@pytest.fixture(scope="module", params=["default", "int8 with int8 KV", "gptq-g64 with fp8 KV"])
 def device(request: pytest.FixtureRequest, default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     options = EngineOptions(model=str(default_model), model_name="m", listen="", kv_memory_bytes=1 << 29)
-    if request.param == "int8 with int8 KV":
-        options = msgspec.structs.replace(options, quantization="int8", kv_dtype="int8")
-    if request.param == "gptq with fp8 KV":
-        directory = tmp_path_factory.mktemp("gptq")
-        write_rounded_file(default_model, directory, SCHEMES["gptq-g64"])
-        options = msgspec.structs.replace(options, model=str(directory), kv_dtype="fp8")
+    if request.param != "default":
+        weights, _, kv_dtype, _ = request.param.split()
+        directory = tmp_path_factory.mktemp(weights)
+        write_rounded_file(default_model, directory, SCHEMES[weights], LAYERS)
+        options = msgspec.structs.replace(options, model=str(directory), kv_dtype=kv_dtype)
     runner = Runner.load(options)
     assert runner.facts.reproducible
-    assert runner.facts.weights.method in ("none", *request.param.split())
+    assert runner.facts.weights.label == {"d": "float", "i": "int8", "g": "gptq-4bit-g64"}[request.param[0]]
     return runner
 
 
-def workload() -> list[GenerateRequest]:
-    """Greedy and seeded, 1 to 700 prompt tokens, some with a shared beginning, some with penalties and bias."""
+def workload(prompt_tokens_max: int = 700) -> list[GenerateRequest]:
+    """Greedy and seeded, prompts from one token on, some with a shared beginning, some with penalties and bias."""
     pick = random.Random(SEED)
-    lengths = [1, 2, 15, 16, 17, 700, *(pick.randrange(1, 700) for _ in range(REQUESTS - 6))]
+    longest = prompt_tokens_max
+    lengths = [1, 2, 15, 16, 17, longest, *(pick.randrange(1, longest) for _ in range(REQUESTS - 6))]
     shared = [pick.randrange(1000, 40_000) for _ in range(300)]
     samplings = [
         Sampling(temperature=0.0),
@@ -103,41 +104,59 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def alone(device: Runner) -> dict[str, tuple[int, ...]]:
+def requests(device: Runner) -> list[GenerateRequest]:
+    """All on the default configuration; fewer and shorter ones where it differs."""
+    return workload() if device.facts.weights.label == "float" else workload(prompt_tokens_max=120)[:12]
+
+
+@pytest.fixture(scope="module")
+def alone(device: Runner, requests: list[GenerateRequest]) -> dict[str, tuple[int, ...]]:
     """Each request by itself, nothing cached."""
     tokens: dict[str, tuple[int, ...]] = {}
-    for request in workload():
+    for request in requests:
         tokens |= World(device).play([request])
-    assert len(set(tokens.values())) > REQUESTS // 2, "the requests are too much alike to show anything"
+    assert len(set(tokens.values())) > len(requests) // 2, "the requests are too much alike to show anything"
     return tokens
 
 
-def test_all_at_once_then_with_a_warm_cache(device: Runner, alone: dict[str, tuple[int, ...]]) -> None:
+def test_all_at_once_then_with_a_warm_cache(
+    device: Runner, requests: list[GenerateRequest], alone: dict[str, tuple[int, ...]]
+) -> None:
     world = World(device)
-    assert world.play(workload()) == alone
+    assert world.play(requests) == alone
     before = world.cached_tokens
-    assert world.play(workload()) == alone
-    assert world.cached_tokens - before > sum(len(request.prompt) for request in workload()) // 2
+    assert world.play(requests) == alone
+    assert world.cached_tokens - before > sum(len(request.prompt) for request in requests) // 2
 
 
 @pytest.mark.parametrize(("order", "tokens_step_max"), [(1, 512), (2, 64), (3, 17)])
 def test_in_any_order_and_in_any_chunks(
-    device: Runner, alone: dict[str, tuple[int, ...]], order: int, tokens_step_max: int
+    device: Runner,
+    requests: list[GenerateRequest],
+    alone: dict[str, tuple[int, ...]],
+    order: int,
+    tokens_step_max: int,
 ) -> None:
-    requests = workload()
-    random.Random(order).shuffle(requests)
-    assert World(device, tokens_step_max=tokens_step_max).play(requests) == alone
+    shuffled = random.Random(order).sample(requests, len(requests))
+    assert World(device, tokens_step_max=tokens_step_max).play(shuffled) == alone
 
 
-def test_preempted_again_and_again(device: Runner, alone: dict[str, tuple[int, ...]]) -> None:
-    longest = max(len(request.prompt) for request in workload()) + OUTPUT_TOKENS
-    world = World(device, blocks_max=-(-longest // BLOCK_SLOTS) + 12, tokens_step_max=128)
-    assert world.play(workload()) == alone
-    assert world.preemptions > 0
+def test_preempted_again_and_again(
+    device: Runner, requests: list[GenerateRequest], alone: dict[str, tuple[int, ...]]
+) -> None:
+    longest = max(len(request.prompt) for request in requests) + OUTPUT_TOKENS
+    preemptions = 0
+    for spare in (3, 12):
+        world = World(device, blocks_max=-(-longest // BLOCK_SLOTS) + spare, tokens_step_max=128)
+        assert world.play(requests) == alone
+        preemptions += world.preemptions
+    assert preemptions > 0
 
 
-def test_resumed_after_the_death_of_the_engine(device: Runner, alone: dict[str, tuple[int, ...]]) -> None:
-    for request in workload()[::5]:
+def test_resumed_after_the_death_of_the_engine(
+    device: Runner, requests: list[GenerateRequest], alone: dict[str, tuple[int, ...]]
+) -> None:
+    for request in requests[::5]:
         emitted = alone[request.request_id]
         for count in (1, OUTPUT_TOKENS // 2, OUTPUT_TOKENS - 1):
             again = GenerateRequest(

@@ -67,19 +67,20 @@ def write_rounded(
     return dense
 
 
-def write_rounded_file(source: Path, directory: Path, scheme: Scheme | None) -> None:
-    """The model of a file or directory without its text, in the numbers of `scheme`, or in bfloat16."""
+def write_rounded_file(source: Path, directory: Path, scheme: Scheme | None, layers: int = 0) -> None:
+    """The model of a file or directory, or its first layers, in the numbers of `scheme` or bfloat16; no tokenizer."""
     checkpoint = open_checkpoint(source)
     config = config_of(source, checkpoint, dtype="bfloat16")
     if scheme is not None:
         config["quantization_config"] = quantization_config(scheme)
+    a = checkpoint.architecture
+    config["num_hidden_layers"] = layers = layers or a.layers
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    a = checkpoint.architecture
     shapes = {"model.embed_tokens.weight": (a.vocab_size, a.hidden), "model.norm.weight": (a.hidden,)}
     shapes |= {} if checkpoint.tied else {"lm_head.weight": (a.vocab_size, a.hidden)}
     tensors = {name: checkpoint.read(name, shape, torch.bfloat16) for name, shape in shapes.items()}
-    for layer in range(a.layers):
+    for layer in range(layers):
         for suffix, weight in read_layer(checkpoint, layer, torch.float32).items():
             name = f"model.layers.{layer}.{suffix}"
             prefix = name.removesuffix(".weight")
