@@ -259,7 +259,7 @@ class _Layer:
             columns=weight.shape[1],
             kept=kept,
             bits_per_weight=8 * sum(tensor.nbytes for tensor in stored) / weight.numel(),
-            sqnr_db=-20 * math.log10(error) if error > 0 else math.inf,
+            sqnr_db=-20 * math.log10(error) if error > 0 else None,
             relative_error=error,
             output_error=relative(F.linear(rounded, finished), expected),
             rounded_error=rounded_error,

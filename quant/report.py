@@ -15,7 +15,7 @@ class LinearReport(msgspec.Struct, frozen=True, kw_only=True):
     columns: int
     kept: bool  # stays a float in the stored dtype
     bits_per_weight: float  # scales and zero points included
-    sqnr_db: float  # signal to quantization noise of the weights; inf: no noise
+    sqnr_db: float | None  # signal to quantization noise of the weights; None: no noise
     relative_error: float  # of the weights
     output_error: float  # of the layer's output on the calibration inputs, their rounding included
     rounded_error: float | None = None  # the same if gptq had rounded plainly: same bits, same groups

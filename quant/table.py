@@ -162,7 +162,8 @@ def _worst_table(report: Report) -> Table:
         table.add_column(column, justify="right")
     for name in report.worst:
         linear = by_name[name]
-        cells = [f"{linear.sqnr_db:.1f}", f"{linear.relative_error:.4f}", f"{linear.output_error:.4f}"]
+        noise = "" if linear.sqnr_db is None else f"{linear.sqnr_db:.1f}"
+        cells = [noise, f"{linear.relative_error:.4f}", f"{linear.output_error:.4f}"]
         if plain:
             cells.append("" if linear.rounded_error is None else f"{linear.rounded_error:.4f}")
         table.add_row(name.removeprefix("model.layers."), *cells, f"{linear.bits_per_weight:.2f}")

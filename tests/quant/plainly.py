@@ -82,7 +82,7 @@ def _report(name: str, shape: tuple[int, ...], kept: bool, number: int) -> Linea
         columns=shape[1],
         kept=kept,
         bits_per_weight=16.0 if kept else 4.5,
-        sqnr_db=float("inf") if kept else 40.0 - number,
+        sqnr_db=None if kept else 40.0 - number,
         relative_error=0.0 if kept else 0.01,
         output_error=0.0 if kept else number / 1000,
     )

@@ -128,6 +128,7 @@ def test_every_scheme(name: str, conversions: Callable[[str], Conversion]) -> No
         assert scheme.bits <= report.bits_per_weight < scheme.bits + 2
         assert 0 < report.relative_error < 0.3
         assert 0 < report.output_error < 0.3
+        assert report.sqnr_db is not None
         assert math.isclose(report.sqnr_db, -20 * math.log10(report.relative_error), rel_tol=1e-6)
         assert (report.rounded_error is not None) == (scheme.method in ("gptq", "fp8"))
     quality = found.measured.quality
