@@ -250,7 +250,7 @@ class _Layer:
         rounded_error = None
         if _is_solved(self._scheme) and not kept:
             baseline = round_weight(weight, self._scheme).dense(torch.float32)
-            rounded_error = relative(F.linear(inputs, baseline), expected)
+            rounded_error = relative(F.linear(rounded, baseline), expected)
         error = relative(finished, weight)
         stored = [self.finished[f"{name}.weight"].to(self._dtype)] if kept else list(self._packed[name].values())
         return LinearReport(

@@ -18,7 +18,7 @@ class LinearReport(msgspec.Struct, frozen=True, kw_only=True):
     sqnr_db: float | None  # signal to quantization noise of the weights; None: no noise
     relative_error: float  # of the weights
     output_error: float  # of the layer's output on the calibration inputs, their rounding included
-    rounded_error: float | None = None  # the same if gptq had rounded plainly: same bits, same groups
+    rounded_error: float | None = None  # the same after plain rounding, where weights were fitted: same bits and groups
 
 
 class Quality(msgspec.Struct, frozen=True, kw_only=True):
