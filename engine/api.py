@@ -131,7 +131,7 @@ class WeightFacts(msgspec.Struct, frozen=True):
     bits: int = 0
     group_size: int = -1  # weights that share a scale; -1: those of an output channel or of all
     label: str = "float"  # all of it in one word: gptq-4bit-g64
-    origin: str = ""  # a hash of the float weights
+    origin: str = ""  # which float weights: a hash of their configuration, sizes and samples
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):

@@ -122,7 +122,7 @@ class _Conversion:
         for tokens, source, result in self._evaluation.passages(self._source.x, self._result.x):
             comparison.add(tokens, source, result)
         kept = tuple(report.name for report in self._reports if report.kept)
-        worst = sorted(self._damage, key=lambda name: -self._damage[name])
+        worst = sorted((name for name, damage in self._damage.items() if damage > 0), key=lambda n: -self._damage[n])
         return Measured(
             linears=tuple(self._reports),
             quality=comparison.result(),
@@ -208,6 +208,8 @@ class _Layer:
     def quantize(self, stage: Stage, inputs: list[Tensor]) -> list[LinearReport]:
         """Finish the linear layers of one stage, which read `inputs` [sequences, tokens, in]."""
         names = [name for name in LINEARS[stage] if name not in self._kept]
+        if not all(bool(torch.isfinite(batch).all()) for batch in inputs):
+            raise ModelError(f"the inputs of {self._prefix}.{LINEARS[stage][0]} overflow: a broken model?")
         chosen = self._choose(names, inputs)
         rows = _some_rows(inputs).to(self._source["input_layernorm.weight"].device)
         for name in names:
@@ -224,6 +226,8 @@ class _Layer:
         hessian = Hessian(weights[0].shape[1], weights[0].device)
         for batch in inputs:
             hessian.add(batch)
+        if not bool(torch.isfinite(hessian.total).all()):
+            raise ModelError(f"the inputs of {self._prefix}.{names[0]} are too large to be squared: a broken model?")
         damp = self._options.damp
         counts = [len(weight) for weight in weights]
         if scheme.method == "fp8":

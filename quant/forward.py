@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quant.formats.architecture import Architecture
 from quant.formats.checkpoint import Checkpoint
+from quant.formats.errors import ModelError
 from quant.formats.rope import RopeTable
 
 Stage = Literal["qkv", "o", "gate_up", "down"]
@@ -62,6 +63,12 @@ def layer_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
 def read_layer(checkpoint: Checkpoint, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of one layer.  Raises ModelError."""
     shapes = layer_shapes(checkpoint.architecture)
+    for name in ALL_LINEARS:  # the engine would add them: without them, another model would be measured
+        bias = f"model.layers.{layer}.{name}.bias"
+        if f"{name}.bias" not in shapes and checkpoint.has(bias):
+            rows = shapes[f"{name}.weight"][0]
+            if bool(checkpoint.read(bias, (rows,), torch.float32).any()):
+                raise ModelError(f"the file has {bias}, of which its configuration says nothing: set attention_bias")
     return {name: checkpoint.read(f"model.layers.{layer}.{name}", shape, dtype) for name, shape in shapes.items()}
 
 

@@ -188,6 +188,7 @@ def _factor(hessian: Tensor, damp: float) -> Tensor:
     Row i holds how the columns after i make up for an error in column i, once those before i are settled.
     """
     damped = hessian.double()
+    assert bool(torch.isfinite(damped).all()), "the caller refuses inputs that are not finite"
     mean = damped.diagonal().mean()
     if not mean > 0:
         return torch.eye(len(hessian), device=hessian.device)

@@ -79,6 +79,13 @@ def _near(pattern: str, names: list[str]) -> str:
 
 def _check_sizes(linears: list[PlannedLinear], scheme: Scheme) -> None:
     columns = {linear.columns: linear.name for linear in reversed(linears)}
+    if scheme.method == "gptq":
+        for linear in linears:
+            if linear.columns % GPTQ_MULTIPLE or linear.rows % GPTQ_MULTIPLE:
+                raise UserError(
+                    f"{linear.name} is {linear.rows} x {linear.columns}, and gptq needs multiples of {GPTQ_MULTIPLE}: "
+                    "--keep it, or take another scheme"
+                )
     if scheme.group_size > 0:
         for size, name in sorted(columns.items()):
             if size % scheme.group_size:
@@ -87,13 +94,6 @@ def _check_sizes(linears: list[PlannedLinear], scheme: Scheme) -> None:
                 raise UserError(
                     f"--group-size {scheme.group_size} does not divide the {size} columns of {name}: {ways}; "
                     "or --keep those layers"
-                )
-    if scheme.method == "gptq":
-        for linear in linears:
-            if linear.columns % GPTQ_MULTIPLE or linear.rows % GPTQ_MULTIPLE:
-                raise UserError(
-                    f"{linear.name} is {linear.rows} x {linear.columns}, and gptq needs multiples of {GPTQ_MULTIPLE}: "
-                    "--keep it, or take another scheme"
                 )
 
 

@@ -79,7 +79,9 @@ def run(settings: QuantizeSettings, environ: dict[str, str], work: Convert = con
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        raise UserError("too little memory for this conversion: fewer --calibration-tokens need less") from error
+        raise UserError(
+            "too little memory for this conversion: fewer --calibration-tokens or a shorter --eval need less"
+        ) from error
 
 
 def _run(settings: QuantizeSettings, environ: dict[str, str], work: Convert) -> int:
@@ -141,6 +143,7 @@ class _Conversion:
         self._plan = planned
         self._out = out
         self._started_s = time.monotonic()
+        self._hashes: dict[Path, str] = {}  # of the texts
 
     def run(self, work: Convert) -> int:
         """Convert, judge, publish."""
@@ -151,6 +154,7 @@ class _Conversion:
                 if report.gate.passed:
                     self._write(folder, report, writer.dtype)
                     publish(folder, self._out)
+                    report_place(self._out).unlink(missing_ok=True)  # of an earlier try that failed
             finally:
                 writer.abandon()
         place = self._out
@@ -183,6 +187,8 @@ class _Conversion:
         tokens = min(SEQUENCE_TOKENS, checkpoint.architecture.context_max)
         sequences = max(1, settings.calibration_tokens // tokens)
         evaluation_file = settings.evaluation or EVALUATION
+        for path in filter(None, (settings.calibration, evaluation_file)):  # now: who knows what is there at the end
+            self._hashes[path] = hashlib.sha256(path.read_bytes()).hexdigest()
         with tokenizing(self._model.path) as tokenize:
             evaluation = read_evaluation(evaluation_file, tokenize, checkpoint.architecture)
             _refuse_short(sum(map(len, evaluation)), EVALUATION_TOKENS_MIN, evaluation_file, "measure")
@@ -237,13 +243,19 @@ class _Conversion:
             quality=measured.quality,
             size=table.Size(source_bytes=self._model.size_bytes, result_bytes=result_bytes),
             cost=_cost(self._started_s, settings.device),
-            calibration=_text(settings.calibration, sampled, calibration.numel()),
-            evaluation=_text(settings.evaluation or EVALUATION, "", sum(map(len, evaluation))),
+            calibration=self._text(settings.calibration, sampled, calibration.numel()),
+            evaluation=self._text(settings.evaluation or EVALUATION, "", sum(map(len, evaluation))),
             versions=_versions(method in ("nf4", "llm-int8")),
             host=_host(settings.device),
             worst=table.worst(measured.linears),
             linears=measured.linears,
         )
+
+    def _text(self, path: Path | None, otherwise: str, tokens: int) -> table.Text:
+        if path is None:
+            return table.Text(origin=otherwise, sha256=None, tokens=tokens)
+        origin = "the text that ships with Pellucid" if path == EVALUATION else path.name
+        return table.Text(origin=origin, sha256=self._hashes[path], tokens=tokens)
 
     def _print(self, report: table.Report, place: Path) -> None:
         if self._settings.json:
@@ -291,13 +303,6 @@ def _print_plan(settings: QuantizeSettings, model: Model, planned: Plan) -> None
     console.print(f"{'kept':<20}{', '.join([*kept, head, 'norms and biases'])}")
     console.print(f"{'size':<20}{format_bytes(model.size_bytes)} -> about {format_bytes(planned.size_bytes)}")
     console.print("nothing was written")
-
-
-def _text(path: Path | None, otherwise: str, tokens: int) -> table.Text:
-    if path is None:
-        return table.Text(origin=otherwise, sha256=None, tokens=tokens)
-    origin = "the text that ships with Pellucid" if path == EVALUATION else path.name
-    return table.Text(origin=origin, sha256=hashlib.sha256(path.read_bytes()).hexdigest(), tokens=tokens)
 
 
 def _cost(started_s: float, device: str) -> table.Cost:

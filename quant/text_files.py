@@ -103,5 +103,5 @@ def is_quantized(path: Path) -> str | None:
         return None  # whoever reads it next says what is wrong with it
     found = config.get("quantization_config") if isinstance(config, dict) else None
     if found is None:
-        return None
+        return "gptq" if (path / "quantize_config.json").is_file() else None
     return str(found.get("quant_method", "unknown method")) if isinstance(found, dict) else "unknown method"

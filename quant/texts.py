@@ -152,7 +152,7 @@ def read_evaluation(
     path: Path, tokenize: Tokenize, architecture: Architecture, *, tokens_max: int = 1024
 ) -> list[Tensor]:
     """
-    The passages of a text file, which lines of `---` between blank lines divide, or the texts of a .jsonl file.
+    The passages of a text, which lines of `---` divide; of a .jsonl file, those of each of its texts.
 
     Each is int64 [tokens] with at least two tokens; longer ones than `tokens_max` are cut into pieces.  Raises
     ModelError.
@@ -181,12 +181,13 @@ def _texts(path: Path) -> list[str]:
     try:
         if path.stat().st_size > TEXT_BYTES_MAX:
             raise ModelError(f"{path.name} is larger than {TEXT_BYTES_MAX >> 20} MiB: take a part of it")
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read as UTF-8 text: {error}") from error
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         return [content]
-    lines = [(number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+    # Not splitlines: JSON's strings may hold U+2028 and other ends of lines that are none here.
+    lines = [(number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
     return [_text_of(line, f"{path.name}:{number}") for number, line in lines]
 
 
@@ -204,4 +205,8 @@ def _text_of(line: str, place: str) -> str:
         value = value.get("text")
     if not isinstance(value, str):
         raise ModelError(f'{place} is neither a string nor has a "text" or "messages" with "content"')
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ModelError(f"{place} has half of a surrogate pair, which is no character: {error.reason}") from error
     return value

@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,8 +55,10 @@ def refuse_out(out: Path) -> None:
         raise UserError(f"{out.parent} is no directory: make it first, or choose another place with --out")
     if not os.access(out.parent, os.W_OK | os.X_OK):
         raise UserError(f"{out.parent} cannot be written to: choose another place with --out")
+    report = report_place(out)
     try:
-        report_place(out).lstat()
+        if stat.S_ISDIR(report.lstat().st_mode):
+            raise UserError(f"{report} is a directory, and a report may have to be written there: choose another --out")
     except FileNotFoundError:
         pass
     except OSError as error:  # a name that is too long would only be found out by the rename at the end

@@ -127,8 +127,8 @@ def e4m3_values(bits: Tensor) -> Tensor:
     What e4m3 `bits`, held in int8, stand for, in bfloat16, which holds all of them.
 
     Exponent and mantissa are moved to bfloat16's place, and the difference of the exponents' biases, 127 - 7, is made
-    up for by a product.  torch's own conversion looks at one value at a time, and is 5 times slower.  NaN is not kept:
-    here it would be in the scale.
+    up for by a product: three passes of vector instructions, where torch's own conversion looks at one value at a time.
+    NaN is not kept: here it would be in the scale.
     """
     return ((bits.to(torch.int16) << 4) & _FP8_BITS).view(torch.bfloat16) * 2.0**120
 

@@ -176,7 +176,7 @@ def _facts(
     scheme = form.rounding or checkpoint.scheme
     details = {
         "dtype": str(form.dtype).removeprefix("torch."),
-        "kv_dtype": form.kv_dtype,
+        "kv_dtype": str(form.dtype).removeprefix("torch.") if form.kv_dtype == "auto" else form.kv_dtype,
         "kernels": decoder.kernels.name,
         "threads": str(torch.get_num_threads()),
         "tiles": tiles,

@@ -111,6 +111,12 @@ def _open_directory(directory: Path) -> Checkpoint:
     files = _shards(directory)
     config = json.loads((directory / "config.json").read_bytes())  # was understood a moment ago
     quantization = config.get("quantization_config")
+    beside = directory / "quantize_config.json"  # where auto-gptq alone used to write it
+    if quantization is None and beside.is_file():
+        try:
+            quantization = json.loads(beside.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(f"{beside.name} is broken ({error}): download the model again") from error
     if quantization is not None and not isinstance(quantization, dict):
         raise ModelError("quantization_config of config.json is no object: download the model again")
     scheme = None if quantization is None else read_scheme(quantization)

@@ -28,7 +28,10 @@ class Runner:
         return run(read_settings(model or self._model, chosen), {"HOME": str(self.folder)}, work)
 
     def refused(self, model: str = "", **given: str | bool | tuple[str, ...]) -> str:
+        return self.refused_by(Plainly(), model, **given)
+
+    def refused_by(self, work: Convert, model: str = "", **given: str | bool | tuple[str, ...]) -> str:
         with pytest.raises(UserError) as caught:
-            self(Plainly(), model, **given)
+            self(work, model, **given)
         assert leftovers(self.folder) == []
         return str(caught.value)

@@ -2,15 +2,18 @@
 
 import importlib.util
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from launch.errors import UserError
 from quant import run as run_module
+from quant.convert import convert
 from quant.formats.checkpoint import Checkpoint
 from quant.formats.errors import ModelError
 from quant.options import ConvertOptions
@@ -75,6 +78,34 @@ def test_a_mistake_leaves_nothing(
     model = given.get("model", "")
     assert isinstance(model, str)
     assert words in runner.refused(model, **{name: value for name, value in given.items() if name != "model"})
+
+
+def test_biases_that_the_configuration_does_not_declare_are_not_lost(runner: Runner, tmp_path: Path) -> None:
+    """The engine would add them; zeros, which some converters write, are of no consequence."""
+    source = write_model(tmp_path / "odd")
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    bias = "model.layers.1.self_attn.q_proj.bias"
+    tensors[bias] = torch.zeros(tensors["model.layers.1.self_attn.q_proj.weight"].shape[0])
+    save_file(tensors, file)
+    assert runner(convert, model=str(source), max_ppl_increase="100", min_top1="0") == 0
+    shutil.rmtree(runner.out)
+    tensors[bias][3] = 0.5
+    save_file(tensors, file)
+    said = runner.refused_by(convert, str(source))
+    assert f"the file has {bias}, of which its configuration says nothing" in said
+
+
+@pytest.mark.parametrize("scheme", ["gptq", "fp8", "int8"])
+def test_activations_that_overflow_are_refused(scheme: str, runner: Runner, tmp_path: Path) -> None:
+    source = write_model(tmp_path / "huge")
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.post_attention_layernorm.weight"] *= 1e20
+    save_file(tensors, file)
+    group = {"group_size": "32"} if scheme == "gptq" else {"smooth": "0"}
+    said = runner.refused_by(convert, str(source), scheme=scheme, **group)
+    assert "a broken model?" in said
 
 
 def test_the_command_says_it_in_one_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

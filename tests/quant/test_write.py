@@ -197,6 +197,9 @@ def test_an_out_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pyte
     refuse_out(tmp_path / "out")
     (tmp_path / "out.report.json").touch()  # of an earlier try
     refuse_out(tmp_path / "out")
+    (tmp_path / "other.report.json").mkdir()
+    with pytest.raises(UserError, match=r"other\.report\.json is a directory"):
+        refuse_out(tmp_path / "other")
     with pytest.raises(UserError, match="cannot be a name: File name too long"):
         refuse_out(tmp_path / ("x" * 250))
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK | os.X_OK)  # a superuser may write anywhere

@@ -2,6 +2,7 @@
 Whole quantized models: the engine against transformers on the same files, and against the floats they stand for.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -141,6 +142,16 @@ def test_rounding_at_load_is_what_the_file_would_hold(quantization: str, source:
     runner, stored = Runner.load(options), load(tmp_path / "model")
     assert torch.equal(logits(runner, PROMPT), logits(stored, PROMPT))
     assert runner.facts.weights.label == stored.facts.weights.label == quantization
+
+
+def test_a_configuration_beside_config_json_is_found(source: Path, tmp_path: Path) -> None:
+    """Where auto-gptq alone used to write it."""
+    write_rounded(source, tmp_path / "model", SCHEMES["gptq"])
+    expected = logits(load(tmp_path / "model"), PROMPT)
+    config = json.loads((tmp_path / "model/config.json").read_bytes())
+    (tmp_path / "model/quantize_config.json").write_text(json.dumps(config.pop("quantization_config")))
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    assert torch.equal(logits(load(tmp_path / "model"), PROMPT), expected)
 
 
 def test_what_is_quantized_is_not_quantized_again(source: Path, tmp_path: Path) -> None:

@@ -134,3 +134,17 @@ def test_another_tokenizer_is_noticed(tmp_path: Path, checkpoint: Checkpoint) ->
     file.write_text("text")
     with pytest.raises(ModelError, match="has token 900, the model knows 259"):
         read_calibration(file, lambda text: [1, 900], checkpoint)
+
+
+def test_lines_of_jsonl_end_at_newlines_only(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    """JSON's strings may hold other ends of lines, and the file may begin with a mark of its byte order."""
+    file = tmp_path / "texts.JSONL"
+    file.write_text('\ufeff"ab\u2028cd\x85ef"\n\n{"text": "gh"}\r\n', encoding="utf-8")
+    assert [len(piece) for piece in read_evaluation(file, letters, checkpoint.architecture)] == [8, 2]
+
+
+def test_half_of_a_surrogate_pair_is_no_text(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text('"whole"\n{"text": "\\ud800 abc"}\n')
+    with pytest.raises(ModelError, match=r"texts\.jsonl:2 has half of a surrogate pair"):
+        read_evaluation(file, letters, checkpoint.architecture)
