@@ -52,10 +52,11 @@ def table(reports: list[Report]) -> str:
     ]
     lines += map(row, reports)
     quality, calibration = first.quality, first.calibration
+    tokens = " or ".join(map(str, sorted({report.calibration.tokens for report in reports})))
     lines += [
         "",
         f"{first.source.name}: perplexity {quality.source_perplexity:.2f} in float32 on {first.evaluation.origin}",
-        f"({quality.tokens} predictions); calibration {calibration.origin}, {calibration.tokens} tokens.",
+        f"({quality.tokens} predictions); calibration {calibration.origin}, {tokens} tokens.",
         f"Bits are those of the linear layers, scales included.  Commit {commit or 'unknown'},",
         f"torch {first.versions.torch}, {first.host.processor}, {first.host.threads} threads.",
     ]
