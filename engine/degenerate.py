@@ -3,8 +3,8 @@ Output that is none: one token over and over, which is what a broken checkpoint 
 
 The rule must not hit a model that does what it was told.  So it looks at the beginning only (a model that falls into a
 loop later has said something before), grants more to a token that the prompt has, since that may have been asked for,
-and leaves alone whoever forces the model's hand: with a bias, or without any token that could end the text.  Both bounds
-are chosen, not measured.
+and leaves alone whoever forces the model's hand: with a bias, or without any token that could end the text.  Both
+bounds are chosen, not measured.
 """
 
 from engine.api import DEGENERATE, Fault
