@@ -41,13 +41,12 @@ from quant.forward import (
     read_layer,
 )
 from quant.gptq import Hessian, solve, solve_fp8
-from quant.options import ConvertOptions
+from quant.options import ConvertOptions, Progress
 from quant.quality import Comparison
 from quant.report import LinearReport, Measured
 from quant.smooth import NORM_STAGES, Inputs, smooth_layer
 
 Sink = Callable[[dict[str, Tensor]], None]
-Progress = Callable[[str, int, int], None]
 
 BATCH_TOKENS = 2048  # that go through a layer together
 ROUNDING_TOKENS_MAX = 4096  # of calibration, where no Hessian is needed

@@ -2,11 +2,15 @@
 What a conversion is asked to do, as one frozen value.
 """
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 import msgspec
 
 from quant.formats.scheme import Scheme
+
+Progress = Callable[[str, int, int], None]
+"""(what is being done, how much of it is done, how much there is)"""
 
 
 class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):

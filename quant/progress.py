@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-Progress = Callable[[str, int, int], None]
-"""(what is being done, how much of it is done, how much there is)"""
+from quant.options import Progress
 
 LINE_EVERY_S = 10.0
 

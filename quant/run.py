@@ -28,9 +28,9 @@ from quant.convert import convert
 from quant.formats.checkpoint import Checkpoint, open_checkpoint
 from quant.formats.errors import ModelError
 from quant.formats.layouts import quantization_config
-from quant.options import ConvertOptions
+from quant.options import ConvertOptions, Progress
 from quant.plan import Plan, plan
-from quant.progress import Progress, progress
+from quant.progress import progress
 from quant.report import Measured
 from quant.settings import SOLVED, QuantizeSettings
 from quant.source_config import config_of

@@ -17,9 +17,9 @@ from quant.formats.architecture import Architecture
 from quant.formats.checkpoint import Checkpoint
 from quant.formats.errors import ModelError
 from quant.forward import attend, norm, plain, queries_keys_values, read_layer, rotations
+from quant.options import Progress
 
 Tokenize = Callable[[str], list[int]]
-Progress = Callable[[str, int, int], None]
 
 EVALUATION = Path(__file__).parent / "evaluation.txt"
 SEPARATOR = "\n---\n"

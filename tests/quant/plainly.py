@@ -12,8 +12,7 @@ from quant.formats.checkpoint import Checkpoint
 from quant.formats.layouts import pack
 from quant.formats.rounding import round_weight
 from quant.forward import ALL_LINEARS, layer_shapes
-from quant.options import ConvertOptions
-from quant.progress import Progress
+from quant.options import ConvertOptions, Progress
 from quant.report import LinearReport, Measured, Quality
 
 GOOD = Quality(

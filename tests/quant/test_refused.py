@@ -16,8 +16,7 @@ from quant import run as run_module
 from quant.convert import convert
 from quant.formats.checkpoint import Checkpoint
 from quant.formats.errors import ModelError
-from quant.options import ConvertOptions
-from quant.progress import Progress
+from quant.options import ConvertOptions, Progress
 from quant.report import Measured
 from quant.run import Convert
 from quant.write import PREFIX
