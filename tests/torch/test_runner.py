@@ -11,6 +11,7 @@ import torch
 from engine.api import Sampling
 from engine.device.batch import padded_rows, padded_slots
 from engine.device.runner import Runner
+from engine.device.torch_model import TorchModel
 from engine.plan import SampleSpec, Slice, SliceResult, StepPlan
 from tests.torch.tiny import GREEDY, load, run, table, write_model
 
@@ -166,7 +167,8 @@ def test_equal_work_is_one_group(runner: Runner) -> None:
     for length in (1, 16, 17, 180, 200, 330, 500, 700):
         lengths = [length - min(i, length - 1) for i in range(4)]
         pieces = [Slice(sequence=i, start=n - 1, tokens=(1,), blocks=table(44 * i, n)) for i, n in enumerate(lengths)]
-        batch = runner._builder.build(StepPlan(step_id=1, slices=tuple(pieces)))
+        assert isinstance(runner._model, TorchModel)
+        batch = runner._model._builder.build(StepPlan(step_id=1, slices=tuple(pieces)))
         assert len(batch.groups) == 1, length
 
 

@@ -1,0 +1,61 @@
+"""
+The seam between the runner and the models that compute: tokens in, logits out.
+
+    torch_model    the decoder in torch: any weights, any machine
+    native         the decoder in C++, one call for a whole step
+
+Which rows of a step sample, and in which order, is said once, here.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.plan import Slice, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What came of one step."""
+
+    logits: Tensor  # float32 [sampling rows, vocab_size], in the order (slice, row of the slice); the caller may write
+    broken: frozenset[int]  # indices of the slices whose numbers are none; their rows of `logits` mean nothing
+    parts: dict[str, int] = field(default_factory=dict)  # where the time went, in ns, as far as the model can tell
+
+
+class Model(Protocol):
+    """Weights and KV in memory.  A plan that breaks its promises is our bug: AssertionError, and nothing written."""
+
+    @property
+    def name(self) -> str:
+        """Of the kernels, for /health and logs."""
+        ...
+
+    @property
+    def tiles(self) -> str:
+        """What else about its numerics belongs into the fingerprint."""
+        ...
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether a row's result was found not to depend on its neighbours."""
+        ...
+
+    def compute(self, plan: StepPlan) -> Computed:
+        """Compute the rows of a plan that has slices, and write their keys and values."""
+        ...
+
+    def logits(self, plan: StepPlan) -> Tensor:
+        """The logits of every row of a plan with one slice, for tests and quality reports: [tokens, vocab_size]."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all KV."""
+        ...
+
+
+def sampling_rows(piece: Slice) -> range:
+    """Which rows of a slice sample: none, or the last."""
+    count = len(piece.tokens)
+    return range(count - 1, count) if piece.sample is not None else range(0)

@@ -1,0 +1,105 @@
+"""
+The decoder in torch as a `Model`: plans become batches, batches hidden rows, some of these logits.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from engine.device.batch import Batch, BatchBuilder, padded_rows
+from engine.device.compute import Computed, sampling_rows
+from engine.device.kv import BLOCK_SLOTS, KvCache
+from engine.device.model import Decoder
+from engine.device.probe import PROBE_BLOCKS, ROW_TILES, Probe, probe_layers
+from engine.plan import StepPlan
+from quant.formats.rope import RopeTable
+
+
+class TorchModel:
+    """Implements `engine.device.compute.Model`."""
+
+    def __init__(
+        self, decoder: Decoder, builder: BatchBuilder, kv: KvCache, *, row_tile: int, tiles: str, reproducible: bool
+    ) -> None:
+        self.name = decoder.kernels.name
+        self.tiles = tiles
+        self.reproducible = reproducible
+        self._decoder = decoder
+        self._builder = builder
+        self._kv = kv
+        self._row_tile = row_tile
+
+    def compute(self, plan: StepPlan) -> Computed:
+        """Forward, then the head for the rows that sample."""
+        with torch.inference_mode():
+            batch = self._builder.build(plan)
+            x = self._decoder.forward(batch, self._kv)
+            broken = self._broken(plan, batch, x)
+            rows = []
+            for piece, last in zip(plan.slices, batch.last_rows, strict=True):
+                rows += [last + 1 - len(piece.tokens) + row for row in sampling_rows(piece)]
+            return Computed(self._logits(x, rows), broken)
+
+    def logits(self, plan: StepPlan) -> Tensor:
+        """All rows."""
+        assert len(plan.slices) == 1
+        with torch.inference_mode():
+            batch = self._builder.build(plan)
+            x = self._decoder.forward(batch, self._kv)
+            return self._logits(x, list(range(batch.rows)))
+
+    def reset(self) -> None:
+        """Forget all KV."""
+        self._kv.reset()
+
+    def _logits(self, x: Tensor, rows: list[int]) -> Tensor:
+        """Float32 logits of some rows of `x`, padded by repeating one of them."""
+        if not rows:
+            return torch.zeros(0, self._decoder.architecture.vocab_size)
+        padding = padded_rows(len(rows), self._row_tile) - len(rows)
+        return self._decoder.logits(x[rows + rows[-1:] * padding])[: len(rows)]
+
+    def _broken(self, plan: StepPlan, batch: Batch, x: Tensor) -> frozenset[int]:
+        """
+        Slices whose numbers are none.  One bad token spoils all later ones of its sequence, so the last row tells.
+
+        Their blocks are cleaned, or their next owner would read the poison behind its mask.
+        """
+        finite = torch.isfinite(x[list(batch.last_rows)].float().sum(-1)).tolist()
+        broken = frozenset(i for i, fine in enumerate(finite) if not fine)
+        for i in broken:
+            self._kv.scrub(plan.slices[i].blocks)
+        return broken
+
+
+def assemble(decoder: Decoder, *, dtype: torch.dtype, kv_dtype: str, context_max: int, blocks_max: int) -> TorchModel:
+    """Find the row tile by probing, then put the parts together."""
+    a = decoder.architecture
+    rope = RopeTable(a.rope, head_dim=a.head_dim, context_max=context_max)
+
+    def builder(row_tile: int, blocks: int, *, coarse_keys: bool) -> BatchBuilder:
+        return BatchBuilder(
+            rope=rope,
+            windows=frozenset(a.windows),
+            query_group=a.heads // a.kv_heads,
+            blocks_max=blocks,
+            block_slots=BLOCK_SLOTS,
+            context_max=context_max,
+            vocab_size=a.vocab_size,
+            dtype=dtype,
+            row_tile=row_tile,
+            coarse_keys=coarse_keys,
+        )
+
+    row_tile, coarse_keys, reproducible = ROW_TILES[0], False, False
+    for coarse_keys, row_tile in itertools.product((False, True), ROW_TILES):
+        trial = builder(row_tile, PROBE_BLOCKS, coarse_keys=coarse_keys)
+        kv = KvCache(a, layers=probe_layers(a), blocks_max=PROBE_BLOCKS, dtype=dtype, kv_dtype=kv_dtype)
+        reproducible = Probe(decoder, trial, kv, row_tile=row_tile, context_max=context_max).passes()
+        if reproducible:
+            break
+    tiles = f"{row_tile}{' coarse' if coarse_keys else ''}"
+    kv = KvCache(a, layers=a.layers, blocks_max=blocks_max, dtype=dtype, kv_dtype=kv_dtype)
+    chosen = builder(row_tile, blocks_max, coarse_keys=coarse_keys)
+    return TorchModel(decoder, chosen, kv, row_tile=row_tile, tiles=tiles, reproducible=reproducible)
