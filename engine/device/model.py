@@ -110,14 +110,14 @@ class _Loader:
         """A tensor that stays what it is."""
         return self.checkpoint.read(name, shape, self.dtype)
 
-    def linear(self, parts: tuple[tuple[str, int], ...], columns: int, *, bias: bool) -> Product:
-        """Projections (name, rows) of the same input, as one product."""
+    def linear(self, parts: tuple[tuple[str, int], ...], columns: int, *, bias: bool, mix: int = 0) -> Product:
+        """Projections (name, rows) of the same input, as one product; `mix` as in `Kernels.prepare`."""
         weights = fused([self._weight(name, rows, columns) for name, rows in parts])
         biases = self._biases(parts, expected=bias)
         if len(weights) == 1:
-            return self._prepare(weights[0], biases)
+            return self._prepare(weights[0], biases, mix)
         pieces = [None] * len(parts) if biases is None else list(biases.split([rows for _, rows in parts]))
-        return JoinedProduct([self._prepare(weight, piece) for weight, piece in zip(weights, pieces, strict=True)])
+        return JoinedProduct([self._prepare(weight, piece, mix) for weight, piece in zip(weights, pieces, strict=True)])
 
     def _biases(self, parts: tuple[tuple[str, int], ...], *, expected: bool) -> Tensor | None:
         """All biases, as one.  Some converters write them, mostly zero, where the architecture has none."""
@@ -140,10 +140,15 @@ class _Loader:
         # These have no kernels: they become numbers here, where they can still be joined with others.
         return weight.dense(self.dtype) if isinstance(weight, Nf4 | LlmInt8) else weight
 
-    def _prepare(self, weight: Tensor | Quantized, bias: Tensor | None) -> Product:
-        scheme = self.rounding or self.checkpoint.scheme
+    @property
+    def scheme(self) -> Scheme | None:
+        """What the model is quantized to, in the end."""
+        return self.rounding or self.checkpoint.scheme
+
+    def _prepare(self, weight: Tensor | Quantized, bias: Tensor | None, mix: int) -> Product:
+        scheme = self.scheme
         activations = "float" if scheme is None or isinstance(weight, Tensor) else scheme.activations
-        return self.kernels.prepare(weight, bias, activations)
+        return self.kernels.prepare(weight, bias, activations, mix)
 
 
 def fused(weights: Sequence[Tensor | Quantized]) -> list[Tensor | Quantized]:
@@ -165,6 +170,7 @@ def _load_layer(load: _Loader, layer: int) -> Layer:
         (f"{prefix}.self_attn.v_proj", a.kv_size),
     )
     gate_up = ((f"{prefix}.mlp.gate_proj", a.intermediate), (f"{prefix}.mlp.up_proj", a.intermediate))
+    down = ((f"{prefix}.mlp.down_proj", a.hidden),)
     qk_norm = None
     if a.qk_norm:
         query_norm = load.tensor(f"{prefix}.self_attn.q_norm.weight", a.head_dim).expand(a.heads, -1)
@@ -177,6 +183,6 @@ def _load_layer(load: _Loader, layer: int) -> Layer:
         output=load.linear(((f"{prefix}.self_attn.o_proj", a.hidden),), a.query_size, bias=a.output_bias),
         post_norm=load.tensor(f"{prefix}.post_attention_layernorm.weight", a.hidden),
         gate_up=load.linear(gate_up, a.hidden, bias=a.mlp_bias),
-        down=load.linear(((f"{prefix}.mlp.down_proj", a.hidden),), a.intermediate, bias=a.mlp_bias),
+        down=load.linear(down, a.intermediate, bias=a.mlp_bias, mix=0 if load.scheme is None else load.scheme.mix),
         window=a.windows[layer],
     )

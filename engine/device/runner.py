@@ -26,6 +26,7 @@ from engine.device.torch_model import assemble
 from engine.plan import SliceResult, StepPlan, StepResult
 from quant.formats.architecture import Architecture
 from quant.formats.checkpoint import Checkpoint, open_checkpoint
+from quant.formats.rotation import for_loading
 from quant.formats.rounding import AT_LOAD
 from quant.formats.scheme import Scheme
 
@@ -55,7 +56,10 @@ class Runner:
         torch.set_num_threads(options.threads or threads())
         checkpoint = open_checkpoint(Path(options.model))
         context_max = _context_max(checkpoint.architecture, options.context_max)
-        form = Form(dtype, options.kv_dtype, _rounding(checkpoint, options.quantization))
+        rounding = _rounding(checkpoint, options.quantization)
+        if rounding is not None:
+            checkpoint, rounding = for_loading(checkpoint, rounding)
+        form = Form(dtype, options.kv_dtype, rounding)
         blocks_max = _blocks_max(checkpoint, form, options.kv_memory_bytes)
         try:
             with torch.inference_mode():

@@ -53,21 +53,22 @@ class Checkpoint:
         *,
         scheme: Scheme | None = None,
         origin: str = "",
+        identity: str = "",
     ) -> None:
         self.architecture = architecture
         self.scheme = scheme  # None: all weights are floats
         self.eos_ids = tuple(sorted({token for token in eos_ids if 0 <= token < architecture.vocab_size}))
-        self.identity = _identity(files)
+        self.identity = identity or _identity(files)
         self.origin = origin or self.identity[:ORIGIN_DIGITS]  # of the float weights, where the files tell
         self._source = source
-        self._names = source.names()
-        self.tied = "lm_head.weight" not in self._names if architecture.tied is None else architecture.tied
+        self.names = source.names()
+        self.tied = "lm_head.weight" not in self.names if architecture.tied is None else architecture.tied
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor of that name as a contiguous `dtype` tensor.  Raises ModelError if it is missing or misshapen."""
-        if name not in self._names:
+        if name not in self.names:
             raise ModelError(f"the model lacks the tensor {name}: an incomplete download, or a model of another kind")
-        tensor = self._source.read(name)
+        tensor = self.stored(name)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, its configuration says {shape}")
         if tensor.dtype not in FLOATS:
@@ -75,16 +76,20 @@ class Checkpoint:
             raise ModelError(f"tensor {name} is {kind}, not a float: take the original float checkpoint or a GGUF")
         return tensor.to(dtype).contiguous()
 
+    def stored(self, name: str) -> Tensor:
+        """One of `names`, as it is stored and unchecked.  Raises ModelError."""
+        return self._source.read(name)
+
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
-        return name in self._names
+        return name in self.names
 
     def weight(self, prefix: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | Quantized:
         """The weight [out, in] of the linear layer `prefix`, quantized if it is so stored.  Raises ModelError."""
         if self.scheme is None or is_kept(self.scheme, prefix):
             return self.read(f"{prefix}.weight", shape, dtype)
         names = {suffix: f"{prefix}.{suffix}" for suffix in suffixes(self.scheme)}
-        found = {suffix: self._source.read(name) for suffix, name in names.items() if name in self._names}
+        found = {suffix: self.stored(name) for suffix, name in names.items() if name in self.names}
         if set(found) == {"weight"} and found["weight"].dtype in FLOATS:  # left alone, whatever the configuration says
             return self.read(f"{prefix}.weight", shape, dtype)
         return unpack(self.scheme, found, shape, name=prefix)

@@ -35,11 +35,14 @@ class Kernels(Protocol):
         """For /health and logs."""
         ...
 
-    def prepare(self, weight: Tensor | Quantized, bias: Tensor | None, activations: Activations = "float") -> Product:
+    def prepare(
+        self, weight: Tensor | Quantized, bias: Tensor | None, activations: Activations = "float", mix: int = 0
+    ) -> Product:
         """
         Bring `weight` [out, in] and `bias` [out] into the form that its product wants; it may copy.
 
-        With `activations` of "int8" or "fp8" each row of x is rounded to that first, by a scale of its own.
+        With `activations` of "int8" or "fp8" each row of x is rounded to that first, by a scale of its own.  Before
+        that, it goes through a Hadamard transform of `mix` points: `quant.formats.rotation.mix`.
         """
         ...
 

@@ -5,6 +5,7 @@ Matrix products on torch's fast paths, one class for each form that a weight has
     Int8Product     int8 x int8 -> int32, exact                               1 byte
     Int4Product     4-bit groups, unpacked inside the product                 1/2 byte, and the scales
     RoundedProduct  activations rounded first, then one of the others         as that
+    MixedProduct    activations mixed first, then a FloatProduct              as that
     JoinedProduct   several, for outputs that lie side by side                as those
 
 What has no form of its own (fp8, nf4, ...) is dequantized once, when it is loaded.
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from engine.device.kernels import Product
 from quant.formats.numbers import round_rows_fp8, round_rows_int8
+from quant.formats.rotation import mix
+from quant.formats.scheme import Activations
 from quant.formats.weights import Affine
 
 INT4_GROUPS = (32, 64, 128, 256)
@@ -48,32 +51,48 @@ class FloatProduct:
         return y
 
 
+class MixedProduct:
+    """Each row of x is mixed before `product` sees it: the weight was rotated for that."""
+
+    def __init__(self, product: Product, points: int) -> None:
+        self._product = product
+        self._points = points
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """Mixed in float32, rounded once."""
+        return self._product(mix(x, self._points).to(x.dtype), add)
+
+
 class RoundedProduct:
     """Each row of x is rounded to 8 bits before `product` sees it: what the checkpoint was made and measured for."""
 
-    def __init__(self, product: Product, round_rows: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, product: Product, round_rows: Callable[[Tensor], tuple[Tensor, Tensor]], points: int = 0
+    ) -> None:
         self._product = product
         self._round_rows = round_rows
+        self._points = points
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """Two roundings, one product."""
-        values, scale = self._round_rows(x)
+        values, scale = self._round_rows(mix(x, self._points))
         return self._product((values.float() * scale).to(x.dtype), add)
 
 
 class Int8Product:
     """W8A8: both sides int8, the sum an exact int32, whatever the order in which it is made."""
 
-    def __init__(self, weight: Affine, bias: Tensor | None) -> None:
+    def __init__(self, weight: Affine, bias: Tensor | None, points: int = 0) -> None:
         assert weight.groups == 1 and weight.zero is None
         self._codes = weight.codes.contiguous()
         self._scale = weight.scale[:, 0].contiguous()
         self._bias = None if bias is None else bias.float()
+        self._points = points
         self._multiply = torch._int_mm if int_mm_is_exact() else multiply_exactly
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """Scales, bias and residual in float32, each rounded on its own: a row's bits do not depend on its place."""
-        codes, row_scale = round_rows_int8(x)
+        codes, row_scale = round_rows_int8(mix(x, self._points))
         y = self._multiply(codes, self._codes.t()).float().mul_(row_scale).mul_(self._scale)
         if self._bias is not None:
             y.add_(self._bias)
@@ -129,11 +148,11 @@ class JoinedProduct:
         return y if add is None else y + add
 
 
-def rounded(product: Product, activations: str) -> Product:
-    """`product`, behind the rounding of its activations."""
+def rounded(product: Product, activations: Activations, points: int) -> Product:
+    """`product`, behind the mixing and the rounding of its activations."""
     if activations == "float":
-        return product
-    return RoundedProduct(product, round_rows_int8 if activations == "int8" else round_rows_fp8)
+        return MixedProduct(product, points) if points else product
+    return RoundedProduct(product, round_rows_int8 if activations == "int8" else round_rows_fp8, points)
 
 
 def takes_int4(weight: Affine) -> bool:

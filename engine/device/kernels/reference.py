@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.device.batch import Batch, Group
 from engine.device.kernels import Product
 from engine.device.kv import KvLayer
+from quant.formats.rotation import LANES, hadamard
 from quant.formats.scheme import Activations
 from quant.formats.weights import Quantized
 
@@ -15,19 +16,23 @@ from quant.formats.weights import Quantized
 class ReferenceProduct:
     """Row by row, so that no row can know of another."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activations: Activations) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, activations: Activations, mix: int) -> None:
+        self._mix = torch.kron(hadamard(mix), torch.eye(LANES)).float() if mix else None
         self._weight = weight
         self._bias = bias
         self._activations = activations
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """The formula."""
-        y = torch.stack([self._weight @ self._round(row) for row in x.float()])
+        y = torch.stack([self._weight @ self._round(self._mixed(row)) for row in x.float()])
         if self._bias is not None:
             y = y + self._bias.float()
         if add is not None:
             y = y + add.float()
         return y.to(x.dtype)
+
+    def _mixed(self, row: Tensor) -> Tensor:
+        return row if self._mix is None else (row.view(-1, len(self._mix)) @ self._mix).view(-1)
 
     def _round(self, row: Tensor) -> Tensor:
         largest = row.abs().max()
@@ -43,10 +48,12 @@ class ReferenceKernels:
 
     name = "reference"
 
-    def prepare(self, weight: Tensor | Quantized, bias: Tensor | None, activations: Activations = "float") -> Product:
+    def prepare(
+        self, weight: Tensor | Quantized, bias: Tensor | None, activations: Activations = "float", mix: int = 0
+    ) -> Product:
         """As numbers, whatever it was."""
         dense = weight if isinstance(weight, Tensor) else weight.dense(torch.float32)
-        return ReferenceProduct(dense.float(), bias, activations)
+        return ReferenceProduct(dense.float(), bias, activations, mix)
 
     def gated(self, x: Tensor, gate_up: Product) -> Tensor:
         """SiLU: z * sigmoid(z)."""

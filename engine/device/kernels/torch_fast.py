@@ -33,15 +33,17 @@ class TorchFastKernels:
         self._int4 = dtype == torch.bfloat16 and self._packs  # torch's 4-bit kernel is vectorized for bfloat16 only
         self.name = "onednn" if self._packs else "torch"
 
-    def prepare(self, weight: Tensor | Quantized, bias: Tensor | None, activations: Activations = "float") -> Product:
+    def prepare(
+        self, weight: Tensor | Quantized, bias: Tensor | None, activations: Activations = "float", mix: int = 0
+    ) -> Product:
         """The smallest form that has a kernel here; else dequantized."""
         if isinstance(weight, Affine):
             if activations == "int8" and weight.groups == 1 and weight.zero is None:
-                return Int8Product(weight, bias)
-            if activations == "float" and self._int4 and takes_int4(weight):
+                return Int8Product(weight, bias, mix)
+            if activations == "float" and not mix and self._int4 and takes_int4(weight):
                 return Int4Product(weight, bias)
         dense = weight if isinstance(weight, Tensor) else weight.dense(self._dtype)
-        return rounded(FloatProduct(dense, bias, packed=self._packs), activations)
+        return rounded(FloatProduct(dense, bias, packed=self._packs), activations, mix)
 
     def gated(self, x: Tensor, gate_up: Product) -> Tensor:
         """One product for both; SiLU runs over spans of whole rows, see `_spans`."""
