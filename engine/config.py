@@ -52,10 +52,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     replica: int = 0
     dtype: str = "auto"
     """auto, float32 or bfloat16; auto is bfloat16 where the processor multiplies it natively."""
-    quantization: str = "none"
-    """What float weights are rounded to while they are loaded: none, int8, fp8 or nf4."""
+    quantization: str = "auto"
+    """What float weights are rounded to while they are loaded: none, int8, fp8 or nf4; auto: see engine.device.form."""
     kv_dtype: str = "auto"
-    """auto (as the activations), int8 or fp8."""
+    """auto, int8 or fp8."""
+    packed_directory: str = ""
+    """Where weights are kept in the order in which the native kernels read them; empty: nowhere."""
     threads: int = 0
     """0: as many as the process may use."""
     context_max: int = 0

@@ -4,7 +4,7 @@ The device: a model in memory, a paged cache, and `run`.
 
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,31 +15,23 @@ from engine.config import EngineOptions
 from engine.device import DeviceFacts
 from engine.device.compute import Model
 from engine.device.errors import MemoryShort, ModelError
+from engine.device.form import AUTO, Form, choose_form
 from engine.device.kernels import Kernels
 from engine.device.kernels.torch_fast import TorchFastKernels, weight_bytes
 from engine.device.kv import BLOCK_SLOTS, block_bytes
-from engine.device.machine import choose_dtype, give_back_memory, memory_bytes, threads
+from engine.device.machine import give_back_memory, memory_bytes, threads
 from engine.device.model import load_decoder
+from engine.device.native.load import load_native
+from engine.device.native.pack import Unpackable
 from engine.device.probe import warm_up_plans
 from engine.device.sampler import NO_NUMBER, sample
 from engine.device.torch_model import assemble
+from engine.device.weights import Weights
 from engine.plan import SliceResult, StepPlan, StepResult
 from quant.formats.architecture import Architecture
-from quant.formats.checkpoint import Checkpoint, open_checkpoint
-from quant.formats.rotation import for_loading
-from quant.formats.rounding import AT_LOAD
-from quant.formats.scheme import Scheme
+from quant.formats.checkpoint import open_checkpoint
 
 FINGERPRINT_VERSION = "1"  # raise it when the same weights begin to give other bits
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """In which numbers a model is held."""
-
-    dtype: torch.dtype  # of activations, and of what is not quantized
-    kv_dtype: str  # auto: dtype; int8, fp8
-    rounding: Scheme | None  # what its float weights are rounded to while it is loaded
 
 
 class Runner:
@@ -51,27 +43,26 @@ class Runner:
 
     @staticmethod
     def load(options: EngineOptions, kernels: Kernels | None = None) -> "Runner":
-        """Load the model of `options`, probe and warm up.  Sets torch's thread count.  Raises ModelError."""
-        dtype = choose_dtype(options.dtype)
+        """
+        Load the model of `options` and warm up.  Sets torch's thread count.  Raises ModelError.
+
+        `kernels` asks for the decoder in torch with these.
+        """
         torch.set_num_threads(options.threads or threads())
         checkpoint = open_checkpoint(Path(options.model))
         context_max = _context_max(checkpoint.architecture, options.context_max)
-        rounding = _rounding(checkpoint, options.quantization)
-        if rounding is not None:
-            checkpoint, rounding = for_loading(checkpoint, rounding)
-        form = Form(dtype, options.kv_dtype, rounding)
-        blocks_max = _blocks_max(checkpoint, form, options.kv_memory_bytes)
+        form = choose_form(checkpoint, options)
+        if kernels is not None:
+            form = replace(form, native=None, why_torch="other kernels were asked for")
+        blocks_max = _blocks_max(form, options.kv_memory_bytes)
         try:
             with torch.inference_mode():
-                decoder = load_decoder(checkpoint, kernels or TorchFastKernels(dtype), dtype, form.rounding)
-                model = assemble(
-                    decoder, dtype=dtype, kv_dtype=form.kv_dtype, context_max=context_max, blocks_max=blocks_max
-                )
+                model, form = _load_model(form, options, kernels, context_max=context_max, blocks_max=blocks_max)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "memory" not in str(error):
                 raise
             raise MemoryShort(f"{options.model} does not fit into memory: choose a smaller model") from error
-        runner = Runner(model, _facts(checkpoint, model, form, context_max, blocks_max))
+        runner = Runner(model, _facts(form, model, context_max, blocks_max))
         for plan in warm_up_plans(rows_max=min(options.tokens_step_max, context_max), blocks_max=blocks_max):
             runner.run(plan)
         runner.reset()
@@ -102,11 +93,36 @@ class Runner:
         self._model.reset()
 
 
-def _facts(checkpoint: Checkpoint, model: Model, form: Form, context_max: int, blocks_max: int) -> DeviceFacts:
-    scheme = form.rounding or checkpoint.scheme
+def _load_model(
+    form: Form, options: EngineOptions, kernels: Kernels | None, *, context_max: int, blocks_max: int
+) -> tuple[Model, Form]:
+    """The model, and the form that it has in the end: some weights are found to be no native ones only when read."""
+    weights = Weights(form.checkpoint, form.dtype, form.rounding)
+    if form.native is not None:
+        try:
+            model = load_native(
+                form.native,
+                weights,
+                kv_int8=form.kv_dtype == "int8",
+                context_max=context_max,
+                blocks_max=blocks_max,
+                threads=torch.get_num_threads(),
+                cache=options.packed_directory,
+            )
+            return model, form
+        except Unpackable as reason:
+            form = replace(form, native=None, why_torch=str(reason))
+    decoder = load_decoder(weights, kernels or TorchFastKernels(form.dtype))
+    sizes = {"context_max": context_max, "blocks_max": blocks_max}
+    return assemble(decoder, dtype=form.dtype, kv_dtype=form.kv_dtype, **sizes), form
+
+
+def _facts(form: Form, model: Model, context_max: int, blocks_max: int) -> DeviceFacts:
+    checkpoint, scheme = form.checkpoint, form.scheme
+    dtype = str(form.dtype).removeprefix("torch.")
     details = {
-        "dtype": str(form.dtype).removeprefix("torch."),
-        "kv_dtype": str(form.dtype).removeprefix("torch.") if form.kv_dtype == "auto" else form.kv_dtype,
+        "dtype": dtype,
+        "kv_dtype": dtype if form.kv_dtype == AUTO else form.kv_dtype,
         "kernels": model.name,
         "threads": str(torch.get_num_threads()),
         "tiles": model.tiles,
@@ -114,6 +130,8 @@ def _facts(checkpoint: Checkpoint, model: Model, form: Form, context_max: int, b
         "processor": torch.backends.cpu.get_cpu_capability(),
     }
     build = "|".join((FINGERPRINT_VERSION, checkpoint.identity, repr(scheme), *details.values()))
+    if form.why_torch:
+        details["no_native_kernels"] = form.why_torch
     weights = WeightFacts(origin=checkpoint.origin)
     if scheme is not None:
         weights = WeightFacts(scheme.method, scheme.bits, scheme.group_size, scheme.label, checkpoint.origin)
@@ -140,30 +158,16 @@ def _context_max(architecture: Architecture, wanted: int) -> int:
     return wanted or architecture.context_max
 
 
-def _rounding(checkpoint: Checkpoint, quantization: str) -> Scheme | None:
-    """What `quantization` asks for.  Raises ModelError."""
-    if quantization == "none":
-        return None
-    if quantization not in AT_LOAD:
-        raise ModelError(f"quantization {quantization!r} is not supported: choose none, {', '.join(AT_LOAD)}")
-    if checkpoint.scheme is not None:
-        raise ModelError(
-            f"this checkpoint is quantized already ({checkpoint.scheme.label}): leave --quantization out, or"
-            " take the original float checkpoint"
-        )
-    return AT_LOAD[quantization]
-
-
-def _blocks_max(checkpoint: Checkpoint, form: Form, kv_memory_bytes: int) -> int:
+def _blocks_max(form: Form, kv_memory_bytes: int) -> int:
     """Blocks that the KV memory holds, after a look at whether the machine has it beside the weights."""
-    a = checkpoint.architecture
+    a = form.checkpoint.architecture
     needed = block_bytes(a, form.dtype, form.kv_dtype)
     blocks_max = kv_memory_bytes // needed
     if blocks_max < 1:
         raise ModelError(f"one KV block of this model takes {needed} bytes: choose a larger --kv-memory")
     attention = a.hidden * (2 * a.query_size + 2 * a.kv_size)
     linear = a.layers * (attention + 3 * a.hidden * a.intermediate)
-    weights = linear * weight_bytes(form.rounding or checkpoint.scheme, form.dtype)
+    weights = linear * weight_bytes(form.scheme, form.dtype)
     weights += 2 * a.vocab_size * a.hidden * form.dtype.itemsize
     total, available = weights + blocks_max * needed, memory_bytes()
     if available is not None and total > available:

@@ -32,6 +32,10 @@ class RopeTable:
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
         return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
 
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each position and pair, float32 [context_max, head_dim / 2]."""
+        return self._cos.contiguous(), self._sin.contiguous()
+
 
 def frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     """Radians per position, float32 [head_dim / 2], and the factor on cosine and sine."""

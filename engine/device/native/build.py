@@ -1,0 +1,99 @@
+"""
+Compile the native decoder: one shared library for each instruction set, in `lib/` beside this file.
+
+    python engine/device/native/build.py [--sanitize]
+
+Run by setup.py when the package is installed, so it imports nothing but the standard library.  Without a compiler the
+installation goes on: `lib/unavailable.txt` says what was missing, and the engine computes in torch.
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "src"
+LIBRARIES = Path(__file__).parent / "lib"
+REASON = "unavailable.txt"
+COMPILE_S_MAX = 600
+_VNNI = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c -mbmi2 -DPL_AVX512=1"
+INSTRUCTION_SETS = {  # best first
+    "avx512-bf16": f"{_VNNI} -mavx512bf16",
+    "avx512-vnni": _VNNI,
+    "avx2": "-mavx2 -mfma -mf16c -mbmi2 -DPL_AVX512=0",
+}
+# No contraction: whether a product and a sum become one rounding would depend on the compiler's mood.
+_FLAGS = "-std=c++17 -O3 -fPIC -shared -fopenmp -ffp-contract=off -fno-math-errno -fvisibility=hidden -Wall -Wextra"
+_GCC = "-Wno-uninitialized -Wno-maybe-uninitialized"  # of its own headers, whose undefined vectors are meant so
+_SANITIZE = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+
+
+class BuildError(Exception):
+    """Nothing was built, and why."""
+
+
+def library_name(instruction_set: str) -> str:
+    """The file of one instruction set."""
+    return f"libpellucid-{instruction_set}.so"
+
+
+def compiler() -> str:
+    """The C++ compiler: $CXX, or the first that is installed.  Raises BuildError."""
+    wanted = os.environ.get("CXX", "")
+    for name in [wanted] if wanted else ["g++", "clang++", "c++"]:
+        if shutil.which(shlex.split(name)[0]):
+            return name
+    looked = wanted or "g++, clang++ or c++"
+    raise BuildError(f"no C++ compiler was found ({looked}): install one (on Debian and Ubuntu: apt install g++)")
+
+
+def build(target: Path, *, sanitize: bool = False) -> list[Path]:
+    """Compile for every instruction set into `target`; returns the libraries.  Raises BuildError."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise BuildError(f"the native kernels are for x86-64, and this is {platform.machine()}")
+    target.mkdir(parents=True, exist_ok=True)
+    program = shlex.split(compiler())
+    built = []
+    for instruction_set, flags in INSTRUCTION_SETS.items():
+        path = target / library_name(instruction_set)
+        draft = path.with_suffix(f".{os.getpid()}")
+        extra = _SANITIZE if sanitize else ""
+        command = [
+            *program,
+            *f"{_FLAGS} {_GCC} {flags} {extra}".split(),
+            str(SOURCE / "pellucid.cpp"),
+            "-o",
+            str(draft),
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S_MAX, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            draft.unlink(missing_ok=True)
+            raise BuildError(f"the compiler failed: {error}") from error
+        if done.returncode:
+            draft.unlink(missing_ok=True)
+            raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr[-4000:]}")
+        draft.replace(path)  # never half a library, also while another process opens it
+        built.append(path)
+    (target / REASON).unlink(missing_ok=True)
+    return built
+
+
+def build_or_say_why(target: Path) -> None:
+    """For the installation: build, or leave a note that the engine can show."""
+    try:
+        build(target)
+    except BuildError as error:
+        target.mkdir(parents=True, exist_ok=True)
+        for instruction_set in INSTRUCTION_SETS:
+            (target / library_name(instruction_set)).unlink(missing_ok=True)
+        (target / REASON).write_text(f"{error}\n")
+        print(f"pellucid: without native kernels, the engine will compute in torch: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    for library in build(LIBRARIES, sanitize="--sanitize" in sys.argv[1:]):
+        print(library)

@@ -1,0 +1,50 @@
+"""
+From a checkpoint to a native model: packed weights from the file of an earlier start, or packed now and kept.
+"""
+
+from pathlib import Path
+
+from engine.device.native.library import Library
+from engine.device.native.model import NativeModel
+from engine.device.native.pack import Arrays, Packer
+from engine.device.native.packed_file import BrokenFile, map_packed, packed_path, write_packed
+from engine.device.weights import Weights
+
+
+def load_native(
+    library: Library,
+    weights: Weights,
+    *,
+    kv_int8: bool,
+    context_max: int,
+    blocks_max: int,
+    threads: int,
+    cache: str,
+) -> NativeModel:
+    """`cache` is the directory for packed weights; empty: they are not kept.  Raises ModelError and Unpackable."""
+    return NativeModel(
+        library,
+        _packed(library, weights, cache),
+        weights.architecture,
+        context_max=context_max,
+        blocks_max=blocks_max,
+        kv_int8=kv_int8,
+        mix=0 if weights.scheme is None else weights.scheme.mix,
+        threads=threads,
+    )
+
+
+def _packed(library: Library, weights: Weights, cache: str) -> Arrays:
+    packer = Packer(library, weights)
+    if not cache:
+        return packer.arrays()
+    path = packed_path(Path(cache), (weights.checkpoint.identity, repr(weights.scheme), str(weights.dtype)))
+    try:
+        return map_packed(path)
+    except (OSError, BrokenFile):  # not there, or of no use
+        arrays = packer.arrays()
+    try:
+        write_packed(path, arrays)
+        return map_packed(path)
+    except (OSError, BrokenFile):  # a full or read-only disk: this start goes on without
+        return arrays

@@ -1,0 +1,143 @@
+// The C interface: checks what it is given, then lets a team of threads work.
+#include "pellucid.h"
+
+#include "pack.h"
+#include "sample.h"
+#include "step.h"
+
+namespace {
+
+using pl::Model;
+
+bool in(int32_t value, int32_t stop) { return value >= 0 && value < stop; }
+
+// Everything that a step uses as an index.  After this nothing can reach beyond its memory, whatever the plan was.
+int32_t validate(const Model& e, const pl_step_args& s) {
+  if (s.rows < 1 || s.rows > e.rows_max || s.sequences_count < 1 || s.table_stride < 1) return PL_BAD_ROWS;
+  if (s.outs < 0 || s.outs > e.rows_max) return PL_BAD_OUT;
+  for (int r = 0; r < s.rows; r++) {
+    if (!in(s.tokens[r], e.m.vocab)) return PL_BAD_TOKEN;
+    if (!in(s.positions[r], e.m.positions_max)) return PL_BAD_POSITION;
+    if (!in(s.sequences[r], s.sequences_count)) return PL_BAD_SEQUENCE;
+    const bool goes_on = r > 0 && s.sequences[r] == s.sequences[r - 1];
+    if (goes_on && s.positions[r] != s.positions[r - 1] + 1) return PL_BAD_POSITION;
+    const bool ends = r + 1 == s.rows || s.sequences[r + 1] != s.sequences[r];
+    if (!ends) continue;
+    const int32_t blocks = s.positions[r] / PL_BLOCK_SLOTS + 1;
+    if (blocks > s.table_stride) return PL_BAD_BLOCK;
+    const int32_t* table = s.tables + static_cast<int64_t>(s.sequences[r]) * s.table_stride;
+    for (int b = 0; b < blocks; b++)
+      if (!in(table[b], e.m.blocks_max)) return PL_BAD_BLOCK;
+  }
+  for (int i = 0; i < s.outs; i++) {
+    if (!in(s.out_rows[i], s.rows)) return PL_BAD_OUT;
+    if (s.logit_rows[i] >= 0 && (s.logits == nullptr || s.logit_rows[i] >= s.outs)) return PL_BAD_OUT;
+  }
+  return PL_OK;
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* pl_isa(void) {
+#if PL_AVX512
+  return PL_NATIVE_BF16 ? "avx512-bf16" : "avx512-vnni";
+#else
+  return "avx2";
+#endif
+}
+
+int64_t pl_layout(int32_t which) {
+  const int64_t sizes[] = {sizeof(pl_weight), sizeof(pl_layer), sizeof(pl_model), sizeof(pl_step_args), sizeof(pl_draw)};
+  return which >= 0 && which < 5 ? sizes[which] : -1;
+}
+
+int64_t pl_kv_bytes(int32_t form, int32_t head_dim) { return pl::kv_bytes(form, head_dim); }
+
+void* pl_open(const pl_model* model, int32_t rows_max) {
+  try {
+    return new Model(*model, rows_max);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+void pl_close(void* handle) { delete static_cast<Model*>(handle); }
+
+int32_t pl_step(void* handle, const pl_step_args* args) {
+  Model& e = *static_cast<Model*>(handle);
+  const int32_t fault = validate(e, *args);
+  if (fault != PL_OK) return fault;
+  e.tiles.clear();
+  for (int r = 0; r < args->rows;) {
+    int count = 1;
+    while (count < e.tile_rows && r + count < args->rows && args->sequences[r + count] == args->sequences[r]) count++;
+    e.tiles.push_back({r, count});
+    r += count;
+  }
+  for (pl::Counter& counter : e.counters) counter.next.store(0, std::memory_order_relaxed);
+  for (int i = 0; i < args->sequences_count; i++) args->finite[i] = 1;
+#pragma omp parallel num_threads(e.m.threads)
+  pl::Worker(e, *args, omp_get_thread_num(), omp_get_num_threads()).run();
+  return PL_OK;
+}
+
+int32_t pl_product(const pl_weight* weight, const float* x, float* y, int32_t rows, int32_t mix, int32_t threads) {
+  const int widest = pl::padded(weight->ins, pl::kWide);
+  try {
+    pl::RowBuffers buffers(rows, 2 * widest, widest / 32);
+    auto row = pl::memory<float>(2 * widest);
+    for (int r = 0; r < rows; r++) {
+      std::memcpy(row.get(), x + static_cast<int64_t>(r) * weight->ins, sizeof(float) * static_cast<size_t>(weight->ins));
+      pl::mix(row.get(), weight->ins, mix);
+      pl::prepare(row.get(), row.get() + widest, *weight, buffers.rows.row(r));
+    }
+#pragma omp parallel num_threads(threads)
+    pl::product(*weight, buffers.rows, rows, omp_get_thread_num(), omp_get_num_threads(), [&](int r, int n, pl::Floats a, pl::Floats b) {
+      float* to = y + static_cast<int64_t>(r) * weight->outs + n;
+      pl::store(to, a);
+      pl::store(to + 16, b);
+    });
+  } catch (const std::bad_alloc&) {
+    return PL_NO_MEMORY;
+  }
+  return PL_OK;
+}
+
+double pl_handover_ns(void) {
+  alignas(64) static std::atomic<int> turn;
+  turn = 0;
+  constexpr int rounds = 3000;
+  const int64_t began = pl::now_ns();
+  int team = 1;
+#pragma omp parallel num_threads(2)
+  {
+    const int me = omp_get_thread_num();
+    if (me == 0) team = omp_get_num_threads();
+    if (omp_get_num_threads() == 2)
+      for (int i = 0; i < rounds; i++) {
+        while (turn.load(std::memory_order_acquire) != 2 * i + me) {
+        }
+        turn.store(2 * i + me + 1, std::memory_order_release);
+      }
+  }
+  return team == 2 ? static_cast<double>(pl::now_ns() - began) / rounds / 2 : 0.0;
+}
+
+double pl_read_rate(const uint8_t* memory, int64_t bytes, int32_t threads) {
+  const int64_t began = pl::now_ns();
+  int32_t seen = 0;
+#pragma omp parallel num_threads(threads) reduction(^ : seen)
+  {
+    const int64_t share = bytes / omp_get_num_threads() / 64 * 64;
+    const uint8_t* p = memory + share * omp_get_thread_num();
+    pl::Ints sum = pl::zero_ints();
+    for (int64_t i = 0; i < share; i += 64) sum = pl::add_ints(sum, pl::load_packed(p + i));
+    seen ^= pl::sum_of_ints(sum);
+  }
+  const double seconds = static_cast<double>(pl::now_ns() - began) * 1e-9;
+  return static_cast<double>(bytes) / seconds + (seen == 12345 ? 1e-3 : 0.0);
+}
+
+}  // extern "C"

@@ -1,0 +1,107 @@
+// The C interface of the native decoder.  `engine/device/native/library.py` has the same structures for ctypes, and
+// `pl_layout` lets it check that both agree.
+//
+// Memory belongs to the caller and must outlive the model; all pointers to packed weights are aligned to 64 bytes.
+// Sizes that end in `_padded` are multiples of 64 with zeros in the rest, so that no loop needs a tail.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { PL_INT8 = 0, PL_INT4 = 1, PL_BF16 = 2 };          // forms of a weight
+enum { PL_KV_INT8 = 0, PL_KV_BF16 = 1 };                 // forms of the cache
+enum { PL_PRODUCTS = 0, PL_ATTENTION = 1, PL_ELEMENTS = 2, PL_HEAD = 3, PL_PARTS = 4 };  // where the time goes
+enum { PL_BLOCK_SLOTS = 16, PL_TILE = 32, PL_SPLIT = 256 };
+
+// Why `pl_step` computed nothing.
+enum { PL_OK = 0, PL_BAD_ROWS = 1, PL_BAD_TOKEN = 2, PL_BAD_POSITION = 3, PL_BAD_SEQUENCE = 4, PL_BAD_BLOCK = 5, PL_BAD_OUT = 6, PL_NO_MEMORY = 7 };
+
+// A weight [outs, ins] in tiles of 32 output channels, all of the input of one tile together: see `pack.h`.
+typedef struct {
+  const uint8_t* data;
+  const float* scale;    // [outs_padded to 32]: of an output channel; int8 and int4
+  const float* bias;     // [outs_padded to 32]
+  const int32_t* order;  // [ins]: which input each column is, where the columns were sorted; null: as they come
+  int32_t form;
+  int32_t outs;   // rows of tiles * 32
+  int32_t ins;    // a multiple of 64; of `group` for int4
+  int32_t group;  // int4: columns that share a scale
+  int32_t asymmetric;
+  int32_t unused;
+} pl_weight;
+
+typedef struct {
+  const float *input_norm, *post_norm;  // [hidden_padded]
+  const float *query_norm, *key_norm;   // [head_dim], or null
+  pl_weight qkv, output, gate_up, down;
+  int32_t window;  // how many newest positions a token sees; 0: all
+  int32_t unused;
+} pl_layer;
+
+typedef struct {
+  const pl_layer* layers;
+  const uint16_t* embedding;  // bfloat16 [vocab, hidden_padded]
+  const float* norm;          // [hidden_padded]
+  const float *cosine, *sine;  // [positions_max, head_dim / 2]
+  uint8_t* kv;                // pl_kv_bytes(...) for each of layers * blocks_max * kv_heads, aligned to 64
+  pl_weight head;
+  int32_t layers_count, hidden, intermediate, heads, kv_heads, head_dim, vocab;
+  int32_t positions_max, blocks_max, kv_form;
+  int32_t mix;  // points of the Hadamard transform of the down projection's input; 0: none
+  int32_t threads;
+  float epsilon;
+  int32_t unused;
+} pl_model;
+
+typedef struct {
+  const int32_t *tokens, *positions, *sequences;  // [rows]; rows of a sequence lie together, positions ascend by 1
+  const int32_t* tables;                          // [sequences_count, table_stride]: block of each 16 positions
+  const int32_t* out_rows;                        // [outs]: rows that the head is asked for
+  const int32_t* logit_rows;                      // [outs]: where in `logits` each goes; -1: only the best is wanted
+  float* logits;                                  // [.., vocab]
+  int32_t* best_ids;                              // [outs]: lowest id of the highest logit
+  float *highest, *lowest;                        // [outs]
+  int32_t* finite;                                // [sequences_count]: 1 if all numbers of all its rows are finite
+  int64_t* parts_ns;                              // [PL_PARTS], as the first thread sees it
+  int32_t rows, sequences_count, table_stride, outs;
+} pl_step_args;
+
+#pragma GCC visibility push(default)  // these and nothing else
+
+const char* pl_isa(void);
+int64_t pl_layout(int32_t which);  // sizes of pl_weight, pl_layer, pl_model, pl_step_args
+int64_t pl_kv_bytes(int32_t form, int32_t head_dim);
+int64_t pl_packed_bytes(int32_t form, int32_t outs, int32_t ins, int32_t group, int32_t asymmetric);
+
+// Codes as they are in memory: int8 [outs, ins]; int4 codes are -8 .. 7, zeros are added to codes (0: symmetric).
+void pl_pack_int8(uint8_t* to, const int8_t* codes, int32_t outs, int32_t ins);
+void pl_pack_int4(uint8_t* to, const int8_t* codes, const uint16_t* scales_f16, const int16_t* zeros, int32_t outs,
+                  int32_t ins, int32_t group);
+void pl_pack_bf16(uint8_t* to, const uint16_t* values, int32_t outs, int32_t ins);
+
+// A model in use: null if there is no memory.
+void* pl_open(const pl_model* model, int32_t rows_max);
+void pl_close(void* handle);
+int32_t pl_step(void* handle, const pl_step_args* args);
+
+// One operation alone, for tests and measuring: y [rows, outs] = x [rows, ins] * weight.T + bias.
+int32_t pl_product(const pl_weight* weight, const float* x, float* y, int32_t rows, int32_t mix, int32_t threads);
+
+// One token for each row of logits [rows, vocab], as `engine/device/sampler.py` says it.
+typedef struct {
+  double temperature, top_p, min_p, uniform;
+  int32_t top_k, unused;
+} pl_draw;
+int32_t pl_sample(const float* logits, int64_t vocab, const pl_draw* draws, int32_t* tokens, int32_t rows, int32_t threads);
+
+// The machine: one-way hand-over of a cache line between two threads, and what `threads` read, in bytes a second.
+double pl_handover_ns(void);
+double pl_read_rate(const uint8_t* memory, int64_t bytes, int32_t threads);
+
+#pragma GCC visibility pop
+
+#ifdef __cplusplus
+}
+#endif
