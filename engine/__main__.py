@@ -91,6 +91,7 @@ def scheduler_config(options: EngineOptions, device: Device) -> SchedulerConfig:
         waiting_max=options.waiting_max,
         vocab_size=facts.vocab_size,
         prefix_cache=options.prefix_cache,
+        drafts_max=options.drafts_max,
     )
 
 

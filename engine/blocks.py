@@ -41,6 +41,11 @@ class BlockPool:
         """Blocks that `take` could hand out now."""
         return len(self._free) + len(self._idle)
 
+    @property
+    def free(self) -> int:
+        """Blocks that `take` hands out first: nothing is in them that anybody could ask for."""
+        return len(self._free)
+
     def take(self, count: int) -> tuple[int, ...] | None:
         """Hold `count` blocks.  None, and no change, if fewer are available: the caller preempts and retries."""
         assert 0 < count <= self.blocks_max

@@ -28,6 +28,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Token ids are below it."""
     prefix_cache: bool = True
     """Whether finished blocks are kept for requests that start alike."""
+    drafts_max: int = 0
+    """Tokens guessed ahead for one sequence in one step, where it pays; 0: no speculation."""
 
     @property
     def slots_max(self) -> int:
@@ -67,6 +69,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tokens_step_max: int = 512
     waiting_max: int = 256
     prefix_cache: bool = True
+    drafts_max: int = 0
+    """Tokens guessed ahead for one sequence in one step; 0: no speculation."""
     log_level: str = "info"
     log_format: str = "console"
     """console or json."""

@@ -11,11 +11,16 @@ from engine.api import Sampling, TokenLogprobs
 
 
 class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How to choose the token that follows a slice."""
+    """
+    How to choose the tokens that follow a slice: one for each sampling row, of which a slice has `drafts + 1`.
+
+    Row r stands behind the first r drafts.  They are output there: its history is `outputs` and these drafts.
+    """
 
     sampling: Sampling
-    uniform: float  # in [0, 1), from (seed, position)
+    uniforms: tuple[float, ...]  # one a row, in [0, 1), from (seed, position)
     banned: tuple[int, ...] = ()  # not to be sampled: stop ids before tokens_min
+    unbanned_rows: int = 0  # the last so many rows are past tokens_min: nothing is banned there
     prompt: tuple[int, ...] = ()  # the histories, only where a penalty needs them
     outputs: tuple[int, ...] = ()
 
@@ -24,7 +29,8 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
     """
     `len(tokens)` consecutive tokens of one sequence: positions start .. start + len(tokens) - 1.
 
-    Position p lives in slot `blocks[p // block_slots] * block_slots + p % block_slots`.
+    Position p lives in slot `blocks[p // block_slots] * block_slots + p % block_slots`.  The last `drafts` tokens are
+    guesses: the row before each of them and the very last one sample, and a guess counts if it is what was sampled.
     """
 
     sequence: int  # the engine's own number of the sequence, never reused
@@ -32,6 +38,7 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     blocks: tuple[int, ...]  # block table, long enough for the last position
     sample: SampleSpec | None = None  # None: the slice ends inside the known tokens, nothing to choose
+    drafts: int = 0  # 0 <= drafts < len(tokens); 0 where nothing is sampled
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +56,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 class SliceResult(msgspec.Struct, frozen=True):
     """What came of one slice: the tokens that follow it, or why there are none."""
 
-    emitted: tuple[int, ...] = ()
+    emitted: tuple[int, ...] = ()  # the drafts that were right, and the token after them: 1 .. drafts + 1
     logprobs: tuple[TokenLogprobs, ...] = ()
     fault: str = ""  # not empty: why this sequence cannot go on
     degenerate: str = ""  # of telemetry.records.DEGENERATE_KINDS: with a fault that is the model's

@@ -22,9 +22,10 @@ from engine.admission import door_fault
 from engine.api import DEGENERATE, Abort, Delta, Fault, Finish, FinishReason, GenerateRequest, Message
 from engine.blocks import BlockPool
 from engine.config import SchedulerConfig
-from engine.degenerate import degenerate_fault
+from engine.ending import ending_of
 from engine.plan import Slice, SliceResult, StepPlan, StepResult
 from engine.sequence import Sequence, Status
+from engine.speculate import Speculator
 from telemetry.records import KvBook, RequestRecord
 
 
@@ -37,12 +38,22 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     recompute_tokens: int
     decode_tokens: int
     emitted_tokens: int
+    drafted_tokens: int
+    draft_accepted_tokens: int
+    draft_rejected_share: float  # of the step's time, by the model of its cost
     cached_tokens: int
     preemptions: int
     evictions: int
     running: int
     waiting: int
     kv: KvBook
+
+
+class Tally:
+    """What the slices of one step come to, in tokens."""
+
+    def __init__(self) -> None:
+        self.prefill = self.recompute = self.decode = self.emitted = self.drafted = self.accepted = 0
 
 
 class Scheduler:
@@ -60,6 +71,9 @@ class Scheduler:
         self._deltas: list[Delta] = []
         self._finished: list[RequestRecord] = []
         self._cached = self._preemptions = self._evictions_before = 0
+        self._speculator = Speculator(config.drafts_max) if config.drafts_max else None
+        self._decode_keys: float | None = None  # of the step in flight, if everybody decodes: thousands, over all rows
+        self._planned_ns = 0
 
     @property
     def has_work(self) -> bool:
@@ -84,33 +98,32 @@ class Scheduler:
     def plan(self, now_ns: int) -> StepPlan:
         """Choose the next step.  It may be empty; it is in flight until `commit`."""
         assert not self._in_flight, "the step before is not committed"
+        self._planned_ns = now_ns
         self._expire(now_ns)
         counts = self._pay_running(now_ns)
         self._admit(counts, now_ns)
         self._stamp(counts, now_ns)
         self._step_id += 1
         self._in_flight = {sequence.number: sequence for sequence in self.running if sequence.number in counts}
-        slices = tuple(self._slice(sequence, counts[sequence.number]) for sequence in self._in_flight.values())
+        drafts = self._draft(counts, now_ns) if self._speculator is not None else {}
+        slices = tuple(
+            self._slice(sequence, counts[number], drafts.get(number, ())) for number, sequence in self._in_flight.items()
+        )
         return StepPlan(step_id=self._step_id, slices=slices)
 
     def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> Outcome:
         """The step is done: book it, and end what ends."""
         assert plan.step_id == result.step_id == self._step_id
         assert len(plan.slices) == len(result.slices)
-        first = again = decode = emitted = 0
+        tally = Tally()
         for piece, answer in zip(plan.slices, result.slices, strict=True):
             sequence = self._in_flight[piece.sequence]
-            if sequence.status is Status.FINISHED:
-                continue  # Aborted while the step was in flight.
-            if sequence.output_length and len(piece.tokens) == 1 and piece.start >= sequence.computed_peak:
-                decode += 1
-            counted = self._book(sequence, len(piece.tokens))
-            first, again = first + counted[0], again + counted[1]
-            emitted += len(answer.emitted)
-            self._answer(sequence, piece, answer, now_ns)
+            if sequence.status is not Status.FINISHED:  # Or it was aborted while the step was in flight.
+                self._settle(sequence, piece, answer, tally, now_ns)
+        wasted = self._learn(plan, tally, now_ns) if self._speculator is not None else 0.0
         self._in_flight = {}
         self.pool.commit(plan.step_id)
-        return self._outcome(first, again, decode, emitted)
+        return self._outcome(tally, wasted)
 
     def stop(self, now_ns: int) -> None:
         """End everything: the engine is going down."""
@@ -161,6 +174,8 @@ class Scheduler:
         self._let_go(sequence, now_ns)
         sequence.status = Status.FINISHED
         del self._by_id[sequence.request.request_id]
+        if self._speculator is not None:
+            self._speculator.end(sequence, keep=reason in ("stop", "length"))
         finish = Finish(reason, sequence.usage(), stop_id, fault)
         last = Delta(sequence.request.request_id, finish=finish)
         self._deltas.append(news.merge(last) if news else last)
@@ -280,14 +295,44 @@ class Scheduler:
                 state = "decode" if sequence.output_length and sequence.debt == 1 else "prefill"
             sequence.ledger.enter(state, now_ns)
 
-    def _slice(self, sequence: Sequence, count: int) -> Slice:
+    def _draft(self, counts: dict[int, int], now_ns: int) -> dict[int, tuple[int, ...]]:
+        """Drafts by sequence.  None where somebody pays for more than its newest token: prefill is not held up."""
+        assert self._speculator is not None
+        asking = list(self._in_flight.values())
+        decoding = all(counts[one.number] == one.debt == 1 and one.output_length for one in asking)
+        self._decode_keys = None
+        if not asking or not decoding:
+            return {}
+        wishes = self._speculator.wish(asking, self.config.tokens_step_max - len(asking))
+        drafts = {number: self._fit(self._in_flight[number], tokens, now_ns) for number, tokens in wishes.items()}
+        more = {number: len(tokens) for number, tokens in drafts.items()}
+        self._decode_keys = sum(len(one.tokens) * (1 + more.get(one.number, 0)) for one in asking) / 1000
+        return drafts
+
+    def _fit(self, sequence: Sequence, drafts: tuple[int, ...], now_ns: int) -> tuple[int, ...]:
+        """
+        As many drafts as find a slot in free blocks.  Nobody is preempted for them.
+
+        One cached block may have to go, where nobody waits for KV: if the drafts are right, it would go a moment later.
+        """
+        need = admission.blocks_for(len(sequence.tokens) + len(drafts), self.config) - len(sequence.blocks)
+        if need > 0:
+            spare = min(need, self.pool.free + (not self.waiting), self.pool.available)
+            taken = self.pool.take(spare) if spare > 0 else None
+            if taken is not None:
+                sequence.charge(now_ns)
+                sequence.blocks.extend(taken)
+        return drafts[: len(sequence.blocks) * self.config.block_slots - len(sequence.tokens)]
+
+    def _slice(self, sequence: Sequence, count: int, drafts: tuple[int, ...]) -> Slice:
         end = sequence.computed + count
         return Slice(
             sequence=sequence.number,
             start=sequence.computed,
-            tokens=tuple(sequence.tokens[sequence.computed : end]),
+            tokens=(*sequence.tokens[sequence.computed : end], *drafts),
             blocks=tuple(sequence.blocks),
-            sample=sequence.spec() if end == len(sequence.tokens) else None,
+            sample=sequence.spec(len(drafts)) if end == len(sequence.tokens) else None,
+            drafts=len(drafts),
         )
 
     # ---- committing
@@ -304,42 +349,68 @@ class Scheduler:
                 self.pool.name(sequence.blocks[index], sequence.name(index, slots))
         return counted
 
-    def _answer(self, sequence: Sequence, piece: Slice, answer: SliceResult, now_ns: int) -> None:
-        """Take the tokens that were sampled, and see whether they end the sequence."""
+    def _settle(self, sequence: Sequence, piece: Slice, answer: SliceResult, tally: Tally, now_ns: int) -> None:
+        """Take the tokens that were sampled, up to the one that ends the sequence, and book the rows behind them."""
+        emitted = () if answer.fault else answer.emitted
+        assert answer.fault or (piece.sample is None) == (not emitted)
+        assert len(emitted) <= piece.drafts + 1
+        known = piece.start + len(piece.tokens) - piece.drafts
+        tally.decode += max(0, known - max(piece.start, sequence.prompt_length, sequence.computed_peak))
+        taken, ending = 0, None
+        while taken < len(emitted) and ending is None:
+            sequence.emit(emitted[taken], now_ns)
+            taken += 1
+            ending = ending_of(sequence)
+        accepted = max(0, taken - 1)  # What is emitted is in KV, but for the last token.
+        sequence.drafted += piece.drafts
+        sequence.drafts_accepted += accepted
+        first, again = self._book(sequence, len(piece.tokens) - piece.drafts + accepted)
+        tally.prefill, tally.recompute = tally.prefill + first, tally.recompute + again
+        tally.emitted += taken
+        tally.drafted, tally.accepted = tally.drafted + piece.drafts, tally.accepted + accepted
+        news = Delta(sequence.request.request_id, emitted[:taken], answer.logprobs[:taken]) if taken else None
         if answer.fault:
             self.pool.forget(sequence.blocks)
             sequence.degenerate = answer.degenerate
             code = DEGENERATE if answer.degenerate else "internal_error"
             self._finish(sequence, "failed", now_ns, Fault(code, answer.fault))
-            return
-        assert (piece.sample is None) == (not answer.emitted)
-        request = sequence.request
-        for index, token in enumerate(answer.emitted):
-            sequence.emit(token, now_ns)
-            stopped = token in request.stop_ids
-            if stopped or sequence.output_length >= request.tokens_max:
-                news = Delta(request.request_id, answer.emitted[: index + 1], answer.logprobs[: index + 1])
-                self._finish(
-                    sequence, "stop" if stopped else "length", now_ns, news=news, stop_id=token if stopped else None
-                )
-                return
-        if answer.emitted:
-            news = Delta(request.request_id, answer.emitted, answer.logprobs)
-            fault = degenerate_fault(sequence)
-            if fault is not None:
-                sequence.degenerate = "repeated"
-                self._finish(sequence, "failed", now_ns, fault, news=news)
-                return
+        elif ending is not None:
+            self._finish(sequence, ending.reason, now_ns, ending.fault, news, ending.stop_id)
+        elif news is not None:
             self._deltas.append(news)
+            if self._speculator is not None:
+                self._speculator.answered(sequence, emitted)
+            if piece.drafts:
+                self._give_back(sequence, now_ns)
 
-    def _outcome(self, first: int, again: int, decode: int, emitted: int) -> Outcome:
+    def _give_back(self, sequence: Sequence, now_ns: int) -> None:
+        """The blocks that only drafts had needed."""
+        need = admission.blocks_for(len(sequence.tokens), self.config)
+        if len(sequence.blocks) > need:
+            sequence.charge(now_ns)
+            self.pool.release(sequence.blocks[: need - 1 : -1], step_id=self._step_id)
+            del sequence.blocks[need:]
+
+    def _learn(self, plan: StepPlan, tally: Tally, now_ns: int) -> float:
+        """What the step has cost, and the share of it that went into drafts that were wrong."""
+        assert self._speculator is not None
+        keys, self._decode_keys = self._decode_keys, None
+        if keys is None:
+            return 0.0
+        self._speculator.spent(plan.tokens, keys, now_ns - self._planned_ns)
+        return self._speculator.wasted_share(plan.tokens, keys, tally.drafted - tally.accepted)
+
+    def _outcome(self, tally: Tally, wasted: float) -> Outcome:
         outcome = Outcome(
             deltas=merged(self._deltas),
             finished=tuple(self._finished),
-            prefill_tokens=first,
-            recompute_tokens=again,
-            decode_tokens=decode,
-            emitted_tokens=emitted,
+            prefill_tokens=tally.prefill,
+            recompute_tokens=tally.recompute,
+            decode_tokens=tally.decode,
+            emitted_tokens=tally.emitted,
+            drafted_tokens=tally.drafted,
+            draft_accepted_tokens=tally.accepted,
+            draft_rejected_share=wasted,
             cached_tokens=self._cached,
             preemptions=self._preemptions,
             evictions=self.pool.evictions - self._evictions_before,

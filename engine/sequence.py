@@ -48,6 +48,8 @@ class Sequence:
         self.computed_tokens = 0
         self.recomputed_tokens = 0
         self.steps = 0
+        self.drafted = 0
+        self.drafts_accepted = 0
         self.repeats = _repeats(self.outputs)
         self.degenerate = ""  # of telemetry.records.DEGENERATE_KINDS, once that is what ends it
         self._first_token_ns = 0
@@ -96,16 +98,18 @@ class Sequence:
             self.names.append(prefix.chain(before, self.tokens[start : start + block_slots]))
         return self.names[index]
 
-    def spec(self) -> SampleSpec:
-        """How the next token is to be chosen."""
+    def spec(self, drafts: int = 0) -> SampleSpec:
+        """How the next token is to be chosen, and those behind so many drafts."""
         sampling = self.request.sampling
         penalized = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
         repeated = sampling.repetition_penalty != 1
-        early = self.output_length < self.request.tokens_min
+        known, rows = len(self.tokens), drafts + 1
+        banned_rows = min(rows, self.request.tokens_min - self.output_length)
         return SampleSpec(
             sampling=sampling,
-            uniform=uniform(sampling.seed, len(self.tokens)),
-            banned=self.request.stop_ids if early else (),
+            uniforms=tuple(uniform(sampling.seed, known + row) for row in range(rows)),
+            banned=self.request.stop_ids if banned_rows > 0 else (),
+            unbanned_rows=rows - banned_rows if banned_rows > 0 else 0,
             prompt=tuple(self.tokens[: self.prompt_length]) if repeated else (),
             outputs=tuple(self.outputs) if penalized or repeated else (),
         )
@@ -168,6 +172,9 @@ class Sequence:
             computed_tokens=self.computed_tokens,
             recomputed_tokens=self.recomputed_tokens,
             output_tokens=self.output_length,
+            drafted_tokens=self.drafted,
+            draft_accepted_tokens=self.drafts_accepted,
+            draft_rejected_tokens=self.drafted - self.drafts_accepted,
             preemptions=self.preemptions,
             steps=self.steps,
             kv_block_ns=self._block_ns,

@@ -105,9 +105,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int = 0  # prompt tokens computed, for all choices; with one choice prompt = computed + cached
     recomputed_tokens: int = 0  # paid again after preemption
     output_tokens: int = 0
-    drafted_tokens: int = 0
-    draft_accepted_tokens: int = 0
-    draft_rejected_tokens: int = 0
+    drafted_tokens: int = 0  # guessed ahead and computed; accepted + rejected
+    draft_accepted_tokens: int = 0  # of output_tokens: those that came with a step's first token
+    draft_rejected_tokens: int = 0  # wrong, or behind the end
     preemptions: int = 0
     steps: int = 0
     kv_block_ns: int = 0  # blocks held x time held
@@ -138,7 +138,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0  # rows computed
     prefill_tokens: int = 0  # rows of prompts, for the first time
     recompute_tokens: int = 0  # rows paid again after preemption
-    decode_tokens: int = 0  # rows of the newest output token
+    decode_tokens: int = 0  # rows of output tokens, for the first time; without drafts
     emitted_tokens: int = 0
     sequences: int = 0  # slices in the plan
     running: int = 0  # sequences that hold KV, after the step
@@ -149,6 +149,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: int = 0
     draft_accepted_tokens: int = 0
     draft_rejected_tokens: int = 0
+    draft_rejected_ns: int = 0  # of `compute`: what, by the engine's model of its costs, the rejected rows have added
     interconnect: str = "none"
     interconnect_bytes: int = 0
     straggler: int = -1  # rank that the others waited for; -1: nobody

@@ -210,6 +210,7 @@ class BatchBuilder:
             assert len(piece.blocks) >= used, f"step {plan.step_id}: a block table that is too short"
             assert min(piece.tokens) >= 0 and max(piece.tokens) < self._vocab_size, "a token beyond the vocabulary"
             assert min(piece.blocks) >= 0 and max(piece.blocks) < self._blocks_max, "a block beyond the pool"
+            assert 0 <= piece.drafts < len(piece.tokens) and (piece.sample or not piece.drafts), "drafts beside a slice"
             writes = piece.blocks[piece.start // self._block_slots : used]
             assert written.isdisjoint(writes) and len(set(writes)) == len(writes), "a block written twice"
             written.update(writes)

@@ -20,7 +20,7 @@ class Computed:
     """What came of one step."""
 
     logits: Tensor  # float32 [sampling rows, vocab_size], in the order (slice, row of the slice); the caller may write
-    broken: frozenset[int]  # indices of the slices whose numbers are none; their rows of `logits` mean nothing
+    broken: frozenset[int]  # slices whose numbers are none in a token that is known, no draft; their logits mean nothing
     parts: dict[str, int] = field(default_factory=dict)  # where the time went, in ns, as far as the model can tell
 
 
@@ -56,6 +56,6 @@ class Model(Protocol):
 
 
 def sampling_rows(piece: Slice) -> range:
-    """Which rows of a slice sample: none, or the last."""
+    """Which rows of a slice sample: none, or the last, or one before each draft and the last."""
     count = len(piece.tokens)
-    return range(count - 1, count) if piece.sample is not None else range(0)
+    return range(count - 1 - piece.drafts, count) if piece.sample is not None else range(0)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 
 from engine.api import TokenLogprobs
 from engine.device import DeviceFacts
+from engine.device.verify import accept, row_specs
 from engine.plan import SampleSpec, Slice, SliceResult, StepPlan, StepResult
 
 _MASK = (1 << 64) - 1
@@ -84,8 +85,15 @@ class FakeRunner:
         fault = self.fault_of(plan, piece)
         if fault or piece.sample is None:
             return SliceResult(fault=fault)
-        token = _token(self._read(piece), piece.sample, self.facts.vocab_size)
-        return SliceResult(emitted=(token,), logprobs=_logprobs(token, piece.sample, self.facts.vocab_size))
+        links = self._read(piece)
+        end = len(links) // 8 - piece.drafts
+        return accept(
+            piece, [self._row(links[: 8 * (end + row)], spec) for row, spec in enumerate(row_specs(piece))]
+        )
+
+    def _row(self, links: bytes, spec: SampleSpec) -> SliceResult:
+        token = _token(links, spec, self.facts.vocab_size)
+        return SliceResult(emitted=(token,), logprobs=_logprobs(token, spec, self.facts.vocab_size))
 
     def _write(self, piece: Slice) -> None:
         slots = self.facts.block_slots
@@ -112,6 +120,7 @@ class FakeRunner:
             assert len(piece.blocks) * slots >= end, f"step {plan.step_id}: a block table that is too short"
             assert all(0 <= token < self.facts.vocab_size for token in piece.tokens), "a token beyond the vocabulary"
             assert all(0 <= block < self.facts.blocks_max for block in piece.blocks), "a block beyond the pool"
+            assert 0 <= piece.drafts < len(piece.tokens) and (piece.sample or not piece.drafts), "drafts beside a slice"
             writes = piece.blocks[piece.start // slots : -(-end // slots)]
             assert written.isdisjoint(writes) and len(set(writes)) == len(writes), "a block written twice"
             written.update(writes)
@@ -139,7 +148,7 @@ def _link(before: int, token: int) -> int:
 def _token(links: bytes, sample: SampleSpec, vocab_size: int) -> int:
     digest = hashlib.blake2b(links, digest_size=8)
     if sample.sampling.temperature > 0:
-        digest.update(sample.uniform.hex().encode())
+        digest.update(sample.uniforms[0].hex().encode())
     token = int.from_bytes(digest.digest(), "little") % vocab_size
     for _ in range(len(sample.banned) + 1):
         if token not in sample.banned:

@@ -109,7 +109,7 @@ def _ragged(total: int) -> tuple[int, ...]:
 
 def warm_up_plans(*, rows_max: int, blocks_max: int) -> list[StepPlan]:
     """Steps of the usual sizes, so that the first clients do not wait for code to be generated.  They overwrite KV."""
-    spec = SampleSpec(sampling=Sampling(temperature=0), uniform=0.0)
+    spec = SampleSpec(sampling=Sampling(temperature=0), uniforms=(0.0,))
     sizes = [size for size in (rows_max, 256, 64, 16) if 0 < size <= min(rows_max, (blocks_max - 1) * BLOCK_SLOTS)]
     chunks = [
         (Slice(sequence=0, start=0, tokens=(0,) * size, blocks=tuple(range(-(-size // BLOCK_SLOTS))), sample=spec),)

@@ -2,7 +2,7 @@
 From logits to tokens.
 
     repetition, presence, frequency penalties -> logit_bias -> banned        the adjusted logits: logprobs are theirs
-    -> temperature (0: argmax) -> top_k -> top_p -> min_p -> inverse of the cumulative distribution at `uniform`
+    -> temperature (0: argmax) -> top_k -> top_p -> min_p -> inverse of the cumulative distribution at its uniform
 
 Equal logits go to the lowest id, everywhere.  Probabilities are float64 and every sum runs inside one row in one order,
 so a row's token does not depend on the others.  Where something has to be sorted, only the head of the distribution is:
@@ -28,6 +28,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SliceResult]:
     """
     Choose a token for each of the first `len(specs)` rows of `logits`, float32 [rows, vocab_size]; they are changed.
 
+    Each spec is of one row.
     A row without a number to choose is that row's fault and nobody else's.
     """
     degenerate = _degenerate(logits, len(specs))  # before penalties and bans, which would hide it
@@ -110,7 +111,7 @@ def _draw_plain(probabilities: Tensor, specs: Sequence[SampleSpec]) -> list[int]
     floors = torch.tensor([spec.sampling.min_p for spec in specs], dtype=torch.float64)
     least = floors[:, None] * probabilities.max(-1, keepdim=True).values
     sums = torch.where(probabilities >= least, probabilities, 0.0).cumsum(-1)
-    uniforms = torch.tensor([spec.uniform for spec in specs], dtype=torch.float64)
+    uniforms = torch.tensor([spec.uniforms[0] for spec in specs], dtype=torch.float64)
     points = uniforms[:, None] * sums[:, -1:]
     found = torch.searchsorted(sums, points, right=True)[:, 0]
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())[:, 0]  # the last token that has any weight
@@ -133,7 +134,7 @@ def _draw_ranked(logits: Tensor, probabilities: Tensor, head: Tensor, spec: Samp
     if s.min_p > 0:
         ranked = probabilities[head[:kept]]
         kept = max(1, int((ranked >= s.min_p * ranked[0]).sum()))
-    found = int(torch.searchsorted(sums[:kept], spec.uniform * sums[kept - 1], right=True))
+    found = int(torch.searchsorted(sums[:kept], spec.uniforms[0] * sums[kept - 1], right=True))
     return int(head[min(found, kept - 1)])
 
 

@@ -62,13 +62,16 @@ class TorchModel:
 
     def _broken(self, plan: StepPlan, batch: Batch, x: Tensor) -> frozenset[int]:
         """
-        Slices whose numbers are none.  One bad token spoils all later ones of its sequence, so the last row tells.
+        Slices whose numbers are none.  One bad token spoils all later ones of its sequence, so the last known one tells.
 
-        Their blocks are cleaned, or their next owner would read the poison behind its mask.
+        Their blocks are cleaned, and those of bad drafts: who reads them next would find the poison behind its mask.
         """
-        finite = torch.isfinite(x[list(batch.last_rows)].float().sum(-1)).tolist()
-        broken = frozenset(i for i, fine in enumerate(finite) if not fine)
-        for i in broken:
+        known = [last - piece.drafts for piece, last in zip(plan.slices, batch.last_rows, strict=True)]
+        drafted = [i for i, piece in enumerate(plan.slices) if piece.drafts]
+        rows = known + [batch.last_rows[i] for i in drafted]
+        finite = torch.isfinite(x[rows].float().sum(-1)).tolist()
+        broken = frozenset(i for i in range(len(known)) if not finite[i])
+        for i in broken.union(i for i, fine in zip(drafted, finite[len(known) :], strict=True) if not fine):
             self._kv.scrub(plan.slices[i].blocks)
         return broken
 

@@ -271,7 +271,7 @@ class Simulation:
         for index in range(count):
             banned = request.stop_ids if index < request.tokens_min else ()
             number = uniform(request.sampling.seed, len(known))
-            spec = SampleSpec(sampling=request.sampling, uniform=number, banned=banned)
+            spec = SampleSpec(sampling=request.sampling, uniforms=(number,), banned=banned)
             known.append(next_token(known, spec, vocab_size=50))
         return known[len(request.prompt) :]
 

@@ -8,7 +8,7 @@ from engine.api import Sampling
 from engine.device.fake import FakeRunner, next_token
 from engine.plan import SampleSpec, Slice, SliceResult, StepPlan
 
-GREEDY = SampleSpec(sampling=Sampling(temperature=0, logprobs=3), uniform=0.5)
+GREEDY = SampleSpec(sampling=Sampling(temperature=0, logprobs=3), uniforms=(0.5,))
 TOKENS = tuple(range(5, 45))
 
 
@@ -55,12 +55,12 @@ def test_reset_forgets() -> None:
 def test_banned_and_uniform() -> None:
     fake = FakeRunner(vocab_size=4)
     for banned in ((0, 1, 2), (1, 2, 3), (3, 0)):
-        spec = SampleSpec(sampling=Sampling(temperature=0), uniform=0.1, banned=banned)
+        spec = SampleSpec(sampling=Sampling(temperature=0), uniforms=(0.1,), banned=banned)
         (result,) = _run(fake, Slice(sequence=1, start=0, tokens=(1, 2, 3), blocks=(0,), sample=spec))
         assert result.emitted[0] not in banned
     wide = FakeRunner()
     drawn = {
-        _run(wide, _piece(0, 9, (0,), SampleSpec(sampling=Sampling(), uniform=uniform / 10)))[0].emitted
+        _run(wide, _piece(0, 9, (0,), SampleSpec(sampling=Sampling(), uniforms=(uniform / 10,))))[0].emitted
         for uniform in range(10)
     }
     assert len(drawn) == 10

@@ -16,7 +16,7 @@ from engine.plan import SampleSpec, Slice, SliceResult, StepPlan
 from tests.torch.tiny import GREEDY, load, run, table, write_model
 
 LENGTH = 230  # past the place where a sum over keys would be halved
-SPEC = SampleSpec(sampling=Sampling(temperature=0.8, logprobs=20), uniform=0.37)  # logprobs show the logits' bits
+SPEC = SampleSpec(sampling=Sampling(temperature=0.8, logprobs=20), uniforms=(0.37,))  # logprobs show the logits' bits
 
 
 @pytest.fixture(scope="module", params=[("float32", 1), ("float32", 2), ("bfloat16", 2)], ids=str)

@@ -56,8 +56,8 @@ def _oracle(logits: Logits, spec: SampleSpec) -> tuple[int, float]:
     if not s.top_k and s.top_p >= 1:
         kept = np.sort(kept)  # nothing to rank: along the vocabulary
     cdf = np.cumsum(weights[kept]) / weights[kept].sum()
-    slack = min(slack, float(np.abs(cdf - spec.uniform).min()))
-    return int(kept[np.searchsorted(cdf, spec.uniform, side="right")]), slack
+    slack = min(slack, float(np.abs(cdf - spec.uniforms[0]).min()))
+    return int(kept[np.searchsorted(cdf, spec.uniforms[0], side="right")]), slack
 
 
 def _random_spec(generator: np.random.Generator) -> SampleSpec:
@@ -80,7 +80,7 @@ def _random_spec(generator: np.random.Generator) -> SampleSpec:
     )
     return SampleSpec(
         sampling=sampling,
-        uniform=float(generator.random()),
+        uniforms=(float(generator.random()),),
         banned=ids(3) if generator.random() < 0.3 else (),
         prompt=ids(20),
         outputs=ids(10) + ids(1) * 3,
@@ -141,12 +141,12 @@ def test_ties_go_to_the_lowest_id() -> None:
     peaks = flat.copy()
     flat[49000] = -1  # if all were equal, the model would be broken
     peaks[[40000, 7, 300]] = 5
-    greedy = SampleSpec(sampling=Sampling(temperature=0, logprobs=4), uniform=0.9)
+    greedy = SampleSpec(sampling=Sampling(temperature=0, logprobs=4), uniforms=(0.9,))
     first, second = _sample([flat, peaks], [greedy, greedy])
     assert (first.emitted, second.emitted) == ((0,), (7,))
     assert [token for token, _ in first.logprobs[0].top] == [0, 1, 2, 3]
     assert [token for token, _ in second.logprobs[0].top] == [7, 300, 40000, 0]
-    ranked = SampleSpec(sampling=Sampling(top_k=2), uniform=0.999)
+    ranked = SampleSpec(sampling=Sampling(top_k=2), uniforms=(0.999,))
     assert [result.emitted for result in _sample([flat, peaks], [ranked, ranked])] == [(1,), (300,)]
 
 
@@ -156,7 +156,7 @@ def test_the_ends_of_the_distribution(uniform: float) -> None:
     row = np.full(VOCAB, -np.inf, np.float32)
     row[[3, 9, 500]] = [1.0, 2.0, 1.5]
     for sampling in (Sampling(), Sampling(top_p=0.999999), Sampling(top_k=5), Sampling(min_p=0.01)):
-        (result,) = _sample([row], [SampleSpec(sampling=sampling, uniform=uniform)])
+        (result,) = _sample([row], [SampleSpec(sampling=sampling, uniforms=(uniform,))])
         ranked = sampling.top_k or sampling.top_p < 1
         assert result.emitted == ((9 if uniform == 0 else 3) if ranked else (3 if uniform == 0 else 500),)
 
@@ -179,9 +179,9 @@ def test_a_bad_row_fails_alone(poison: str, temperature: float) -> None:
             bias = {VOCAB: 1.0}
         case "all_banned":
             banned = tuple(range(VOCAB))
-    good = SampleSpec(sampling=Sampling(temperature=temperature, logprobs=2), uniform=0.4)
+    good = SampleSpec(sampling=Sampling(temperature=temperature, logprobs=2), uniforms=(0.4,))
     bad = SampleSpec(
-        sampling=Sampling(temperature=temperature, logprobs=2, logit_bias=bias), uniform=0.4, banned=banned
+        sampling=Sampling(temperature=temperature, logprobs=2, logit_bias=bias), uniforms=(0.4,), banned=banned
     )
     first, second, third = _sample(rows, [good, bad, good])
     assert second.fault and not second.emitted and not second.logprobs
@@ -194,7 +194,7 @@ def test_a_row_that_finds_all_tokens_alike_is_a_broken_model_s() -> None:
     flat = np.full(VOCAB, 0.25, np.float32)
     almost = flat.copy()
     almost[5] += 1e-6
-    spec = SampleSpec(sampling=Sampling(logit_bias={3: 2.0}, repetition_penalty=2.0), uniform=0.5, banned=(1,))
+    spec = SampleSpec(sampling=Sampling(logit_bias={3: 2.0}, repetition_penalty=2.0), uniforms=(0.5,), banned=(1,))
     first, second = _sample([flat, almost], [spec, spec])
     assert (first.degenerate, first.emitted) == ("flat", ()) and "equally likely" in first.fault
     assert second.emitted and not second.degenerate
@@ -205,12 +205,12 @@ def test_banned_tokens_are_never_drawn() -> None:
     row[:10] = 20
     for uniform in np.linspace(0, 0.9999, 40):
         for sampling in (Sampling(), Sampling(top_k=20), Sampling(top_p=0.99), Sampling(temperature=0)):
-            spec = SampleSpec(sampling=sampling, uniform=float(uniform), banned=tuple(range(1, 10)))
+            spec = SampleSpec(sampling=sampling, uniforms=(float(uniform),), banned=tuple(range(1, 10)))
             (result,) = _sample([row], [spec])
             assert result.emitted[0] not in range(1, 10)
 
 
 def test_tiny_temperature_is_greedy() -> None:
     row = _random_logits(np.random.default_rng(3))
-    spec = SampleSpec(sampling=Sampling(temperature=1e-300), uniform=0.99)
+    spec = SampleSpec(sampling=Sampling(temperature=1e-300), uniforms=(0.99,))
     assert _sample([row], [spec])[0].emitted == (int(np.argmax(row)),)

@@ -14,7 +14,7 @@ from engine.config import EngineOptions
 from engine.device.runner import Runner
 from engine.plan import SampleSpec, Slice, SliceResult, StepPlan
 
-GREEDY = SampleSpec(sampling=Sampling(temperature=0), uniform=0.0)
+GREEDY = SampleSpec(sampling=Sampling(temperature=0), uniforms=(0.0,))
 CONFIG: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
