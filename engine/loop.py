@@ -11,8 +11,9 @@ import structlog
 
 from engine.api import Message, StepFrame
 from engine.device import Device
+from engine.outcome import Outcome
 from engine.plan import SliceResult, StepPlan, StepResult
-from engine.scheduler import Outcome, Scheduler
+from engine.scheduler import Scheduler
 from telemetry.clock import now_ns
 from telemetry.records import STEP_PARTS, StepRecord
 

@@ -15,45 +15,17 @@ left alone.  So no sequence is preempted for ever, and none waits for ever behin
 
 from bisect import insort
 
-import msgspec
-
 from engine import admission
 from engine.admission import door_fault
 from engine.api import DEGENERATE, Abort, Delta, Fault, Finish, FinishReason, GenerateRequest, Message
 from engine.blocks import BlockPool
 from engine.config import SchedulerConfig
 from engine.ending import ending_of
+from engine.outcome import Outcome, Tally, merged
 from engine.plan import Slice, SliceResult, StepPlan, StepResult
 from engine.sequence import Sequence, Status
 from engine.speculate import Speculator
-from telemetry.records import KvBook, RequestRecord
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The news since the last commit: what clients are told, and what the step's record says of the core."""
-
-    deltas: tuple[Delta, ...]
-    finished: tuple[RequestRecord, ...]
-    prefill_tokens: int
-    recompute_tokens: int
-    decode_tokens: int
-    emitted_tokens: int
-    drafted_tokens: int
-    draft_accepted_tokens: int
-    draft_rejected_share: float  # of the step's time, by the model of its cost
-    cached_tokens: int
-    preemptions: int
-    evictions: int
-    running: int
-    waiting: int
-    kv: KvBook
-
-
-class Tally:
-    """What the slices of one step come to, in tokens."""
-
-    def __init__(self) -> None:
-        self.prefill = self.recompute = self.decode = self.emitted = self.drafted = self.accepted = 0
+from telemetry.records import RequestRecord
 
 
 class Scheduler:
@@ -106,9 +78,8 @@ class Scheduler:
         self._step_id += 1
         self._in_flight = {sequence.number: sequence for sequence in self.running if sequence.number in counts}
         drafts = self._draft(counts, now_ns) if self._speculator is not None else {}
-        slices = tuple(
-            self._slice(sequence, counts[number], drafts.get(number, ())) for number, sequence in self._in_flight.items()
-        )
+        going = self._in_flight.items()
+        slices = tuple(self._slice(sequence, counts[number], drafts.get(number, ())) for number, sequence in going)
         return StepPlan(step_id=self._step_id, slices=slices)
 
     def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> Outcome:
@@ -427,12 +398,3 @@ class Scheduler:
 def sum_of(counts: dict[int, int]) -> int:
     """Tokens planned so far."""
     return sum(counts.values())
-
-
-def merged(deltas: list[Delta]) -> tuple[Delta, ...]:
-    """One delta per request, in the order in which the requests were first heard of."""
-    newest: dict[str, Delta] = {}
-    for delta in deltas:
-        before = newest.get(delta.request_id)
-        newest[delta.request_id] = before.merge(delta) if before else delta
-    return tuple(newest.values())

@@ -29,7 +29,7 @@ from engine.api import (
     decode_message,
     encode,
 )
-from engine.scheduler import merged
+from engine.outcome import merged
 from telemetry.records import RequestRecord, StepRecord
 
 RECEIVE_BYTES = 1 << 18

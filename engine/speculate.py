@@ -8,10 +8,10 @@ most tokens per second.  Zero is the plain path, and the answer wherever drafts 
     end(sequence)                 a sequence is over; what it said may help the tenant's next ones
 
 A draft is worth its chance of being right; a row costs what `StepCosts` says.  Drafts of all sequences are taken in the
-order of their chances as long as (expected tokens) / (cost of the step) rises, and only if it rises by GAIN_MIN at least.
+order of their chances as long as (expected tokens) / (cost of the step) rises, and only if it rises by GAIN_MIN.
 
 Chances are learned from every draft that was looked up, also from those that were not computed: what the model said
-tells whether they would have been right.  So nothing has to be spent to find out that a text has begun to repeat itself.
+tells whether they would have been right.  So nothing is spent to find out that a text has begun to repeat itself.
 Costs can only be learned by paying: where what is known speaks against drafts and what is not known might speak for
 them, one step in EXPLORE_STEPS finds out.  Where even the best guesses could not pay, nobody looks anything up.
 
@@ -24,7 +24,6 @@ from engine.drafters import NO_DRAFT, Draft, Library, OthersText, Outputs, OwnTe
 from engine.sequence import Sequence
 from engine.step_costs import KNOWN, StepCosts
 
-AUTO_DRAFTS_MAX = 15  # of one sequence and step, where nobody says how many
 GAIN_MIN = 0.02  # of tokens per second, below which it is not worth the risk
 ROWS_MORE_MAX = 64  # drafts of one step
 CHANCE_MAX = 0.98
@@ -37,7 +36,7 @@ DULL = 0.01  # expected gain below which looking seems to be in vain
 READ_TOKENS_MAX = 512  # into automata, of one step
 OWN_TOKENS_MAX = 1 << 17  # in the automata of all sequences: some 350 bytes each
 LADDER_MISSES_MAX = 16  # drafts beyond the best number that are looked at: costs may rise in stairs
-# By the bits of the length of the match: 1, 2-3, 4-7, 8-15, 16-31, 32 and more.  Chosen; a few dozen drafts outweigh it.
+# By the bits of the length of the match: 1, 2-3, 4-7, 8-15, 16-31, 32 and more.  Chosen; a few drafts outweigh it.
 FIRST_RATES = (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
 FIRST_WEIGHT = 8.0
 RATE_FADE = 0.998  # of what was learned of all sequences, per draft

@@ -135,4 +135,3 @@ class SuffixAutomaton:
             if favourite < 0 or counts[targets[token]] >= counts[targets[favourite]]:
                 best[state] = token
             state = link[state]
-

@@ -12,7 +12,17 @@ from pathlib import Path
 import msgspec
 
 from launch.errors import UserError
-from launch.parse import nearest, one_of, parse_list, parse_switch, parse_text, parse_url, seconds, whole
+from launch.parse import (
+    nearest,
+    one_of,
+    parse_list,
+    parse_speculative,
+    parse_switch,
+    parse_text,
+    parse_url,
+    seconds,
+    whole,
+)
 from launch.sizes import KvMemory, parse_bytes, parse_kv_memory
 
 PREFIX = "PELLUCID_"
@@ -167,6 +177,13 @@ OPTIONS = (
         parse=parse_switch,
     ),
     Option(
+        name="speculative",
+        default="auto",
+        metavar="auto|off|COUNT",
+        help="Tokens guessed ahead from text that repeats, where that pays: at most COUNT of a sequence in a step.",
+        parse=parse_speculative,
+    ),
+    Option(
         name="max_body",
         default="8MiB",
         metavar="SIZE",
@@ -239,6 +256,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_batch: int
     max_step_tokens: int
     prefix_cache: bool
+    speculative: int
     max_body: int
     request_timeout: float
     drain: float

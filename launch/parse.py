@@ -6,6 +6,9 @@ name of the place where it stood.
 import difflib
 from collections.abc import Callable, Iterable
 
+DRAFTS_AUTO_MAX = 15  # a step of 16 rows
+DRAFTS_MAX = 63
+
 
 def whole(*, least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
     """A parser of whole numbers within bounds."""
@@ -46,6 +49,20 @@ def one_of(*choices: str) -> Callable[[str], str]:
         return text.lower()
 
     return parse
+
+
+def parse_speculative(text: str) -> int:
+    """How many tokens may be guessed ahead; 0: none."""
+    words = {"auto": DRAFTS_AUTO_MAX, "off": 0}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        count = int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither auto nor off nor a number") from None
+    if not 0 <= count <= DRAFTS_MAX:
+        raise ValueError(f"{count} is not in 0 .. {DRAFTS_MAX}")
+    return count
 
 
 def parse_switch(text: str) -> bool:

@@ -217,6 +217,7 @@ def engine_options(options: ServeOptions, model: Model, folder: Path, kv_bytes: 
         tokens_step_max=options.max_step_tokens,
         waiting_max=options.max_queue,
         prefix_cache=options.prefix_cache,
+        drafts_max=options.speculative,
         log_level=options.log_level,
         log_format=options.log_format,
     )

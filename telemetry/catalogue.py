@@ -217,13 +217,13 @@ def _step_counter(name: str, help: str, amount: Callable[[StepRecord], int]) -> 
 
 
 def _step_work(step: StepRecord) -> Points:
-    named = step.prefill_tokens + step.recompute_tokens + step.decode_tokens
     counts = {
         "prefill": step.prefill_tokens,
         "recompute": step.recompute_tokens,
         "decode": step.decode_tokens,
-        "draft": max(0, step.tokens - named),
+        "draft": step.drafted_tokens,
     }
+    counts["abandoned"] = max(0, step.tokens - sum(counts.values()))  # of requests that ended while they were computed
     return [((str(step.replica), work), count) for work, count in counts.items()]
 
 
@@ -274,6 +274,15 @@ STEP_METRICS = (
             ((str(step.replica), "accepted"), step.draft_accepted_tokens),
             ((str(step.replica), "rejected"), step.draft_rejected_tokens),
         ],
+    ),
+    Metric(
+        name="pellucid_engine_draft_rejected_seconds_total",
+        kind="counter",
+        help="Compute time that went into rejected drafts, by the engine's model of what a row costs.",
+        unit="seconds",
+        labels=("replica",),
+        divisor=NS_PER_S,
+        of_step=_of_replica(lambda step: step.draft_rejected_ns),
     ),
     Metric(
         name="pellucid_engine_sequences_per_step",

@@ -183,6 +183,7 @@ def _gen_ai_attributes(record: RequestRecord, live: LiveRequest | None, operatio
         names.RECOMPUTED_TOKENS: record.recomputed_tokens,
         names.DRAFTED_TOKENS: record.drafted_tokens,
         names.DRAFT_ACCEPTED_TOKENS: record.draft_accepted_tokens,
+        names.DRAFT_REJECTED_TOKENS: record.draft_rejected_tokens,
         names.KV_BLOCK_SECONDS: record.kv_block_ns / NS_PER_S,
         names.TOKEN_GAP_MAX_SECONDS: record.gap_max_ns / NS_PER_S,
     }

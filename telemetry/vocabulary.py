@@ -85,7 +85,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "book": BOOKS,
     "source": ("computed", "cached"),
     "verdict": ("accepted", "rejected"),
-    "work": ("prefill", "recompute", "decode", "draft"),
+    "work": ("prefill", "recompute", "decode", "draft", "abandoned"),
     "reason": DROP_REASONS,
     "kind": (*DEGENERATE_KINDS, OTHER),
     "generation": ("0", "1", "2"),

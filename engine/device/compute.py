@@ -20,7 +20,7 @@ class Computed:
     """What came of one step."""
 
     logits: Tensor  # float32 [sampling rows, vocab_size], in the order (slice, row of the slice); the caller may write
-    broken: frozenset[int]  # slices whose numbers are none in a token that is known, no draft; their logits mean nothing
+    broken: frozenset[int]  # slices in which the numbers of a known token are none; their logits mean nothing
     parts: dict[str, int] = field(default_factory=dict)  # where the time went, in ns, as far as the model can tell
 
 

@@ -87,9 +87,7 @@ class FakeRunner:
             return SliceResult(fault=fault)
         links = self._read(piece)
         end = len(links) // 8 - piece.drafts
-        return accept(
-            piece, [self._row(links[: 8 * (end + row)], spec) for row, spec in enumerate(row_specs(piece))]
-        )
+        return accept(piece, [self._row(links[: 8 * (end + row)], spec) for row, spec in enumerate(row_specs(piece))])
 
     def _row(self, links: bytes, spec: SampleSpec) -> SliceResult:
         token = _token(links, spec, self.facts.vocab_size)

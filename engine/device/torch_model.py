@@ -62,7 +62,7 @@ class TorchModel:
 
     def _broken(self, plan: StepPlan, batch: Batch, x: Tensor) -> frozenset[int]:
         """
-        Slices whose numbers are none.  One bad token spoils all later ones of its sequence, so the last known one tells.
+        Slices whose numbers are none.  One bad token spoils all later ones of its sequence: the last known one tells.
 
         Their blocks are cleaned, and those of bad drafts: who reads them next would find the poison behind its mask.
         """

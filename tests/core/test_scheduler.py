@@ -5,8 +5,9 @@ The scheduler's promises, one at a time.  The device is one of hashes: only it d
 from engine.api import Abort, Delta, GenerateRequest, Sampling
 from engine.config import SchedulerConfig
 from engine.device.fake import FakeRunner
+from engine.outcome import Outcome
 from engine.plan import StepPlan
-from engine.scheduler import Outcome, Scheduler
+from engine.scheduler import Scheduler
 
 
 def request(request_id: str, prompt: int | tuple[int, ...] = 5, **fields: object) -> GenerateRequest:

@@ -15,8 +15,9 @@ from engine.blocks import BlockPool
 from engine.config import SchedulerConfig
 from engine.device.fake import FakeRunner, next_token
 from engine.journal import Applied, Committed, Entry, Planned
+from engine.outcome import Outcome
 from engine.plan import SampleSpec, Slice, StepPlan
-from engine.scheduler import Outcome, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import uniform
 from telemetry.records import RequestRecord
 

@@ -61,14 +61,14 @@ def kv_books(draw: st.DrawFn) -> KvBook:
 def step_records(draw: st.DrawFn) -> StepRecord:
     """One step of one of three replicas."""
     parts = {part: draw(spans_ns) for part in STEP_PARTS}
-    prefill, recompute, decode, drafts, accepted, rejected = (draw(counts) for _ in range(6))
+    prefill, recompute, decode, abandoned, accepted, rejected = (draw(counts) for _ in range(6))
     return StepRecord(
         step_id=draw(st.integers(0, 2**40)),
         replica=draw(st.integers(0, 2)),
         ended_ns=draw(st.integers(0, 2**60)),
         step_ns=sum(parts.values()),
         parts=parts,
-        tokens=prefill + recompute + decode + drafts,
+        tokens=prefill + recompute + decode + accepted + rejected + abandoned,
         prefill_tokens=prefill,
         recompute_tokens=recompute,
         decode_tokens=decode,
@@ -82,6 +82,7 @@ def step_records(draw: st.DrawFn) -> StepRecord:
         drafted_tokens=accepted + rejected,
         draft_accepted_tokens=accepted,
         draft_rejected_tokens=rejected,
+        draft_rejected_ns=draw(spans_ns),
         interconnect_bytes=draw(counts),
         kv=draw(kv_books()),
     )

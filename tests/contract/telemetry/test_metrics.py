@@ -108,6 +108,8 @@ def test_the_sums_over_steps_equal_the_metrics(steps: list[StepRecord]) -> None:
         assert close(total(series, "pellucid_engine_step_part_seconds_total", replica=replica), step_ns)
         busy_ns = sum(step.step_ns - step.parts["idle"] for step in own)
         assert close(total(series, "pellucid_engine_step_busy_seconds_sum", replica=replica), busy_ns)
+        wasted_ns = sum(step.draft_rejected_ns for step in own)
+        assert close(total(series, "pellucid_engine_draft_rejected_seconds_total", replica=replica), wasted_ns)
         for name, field in {
             "pellucid_engine_tokens_total": "tokens",
             "pellucid_engine_emitted_tokens_total": "emitted_tokens",

@@ -1,0 +1,44 @@
+"""
+What a step comes to, in numbers and in news.
+"""
+
+import msgspec
+
+from engine.api import Delta
+from telemetry.records import KvBook, RequestRecord
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The news since the last commit: what clients are told, and what the step's record says of the core."""
+
+    deltas: tuple[Delta, ...]
+    finished: tuple[RequestRecord, ...]
+    prefill_tokens: int
+    recompute_tokens: int
+    decode_tokens: int
+    emitted_tokens: int
+    drafted_tokens: int
+    draft_accepted_tokens: int
+    draft_rejected_share: float  # of the step's time, by the model of its cost
+    cached_tokens: int
+    preemptions: int
+    evictions: int
+    running: int
+    waiting: int
+    kv: KvBook
+
+
+class Tally:
+    """What the slices of one step come to, in tokens."""
+
+    def __init__(self) -> None:
+        self.prefill = self.recompute = self.decode = self.emitted = self.drafted = self.accepted = 0
+
+
+def merged(deltas: list[Delta]) -> tuple[Delta, ...]:
+    """One delta per request, in the order in which the requests were first heard of."""
+    newest: dict[str, Delta] = {}
+    for delta in deltas:
+        before = newest.get(delta.request_id)
+        newest[delta.request_id] = before.merge(delta) if before else delta
+    return tuple(newest.values())
