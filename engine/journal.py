@@ -13,6 +13,7 @@ from engine.api import Message
 from engine.config import SchedulerConfig
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Scheduler
+from engine.speculate import Speculation
 
 
 class Applied(msgspec.Struct, frozen=True, tag="applied"):
@@ -46,9 +47,11 @@ class Divergence(msgspec.Struct, frozen=True):
     replayed: StepPlan
 
 
-def replay(config: SchedulerConfig, entries: Iterable[Entry]) -> Divergence | None:
+def replay(
+    config: SchedulerConfig, entries: Iterable[Entry], speculation: Speculation | None = None
+) -> Divergence | None:
     """Run a journal through a fresh scheduler.  None: every plan came out the same."""
-    scheduler = Scheduler(config)
+    scheduler = Scheduler(config, speculation=speculation)
     plan = StepPlan(step_id=0, slices=())
     for entry in entries:
         match entry:

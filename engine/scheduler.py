@@ -24,14 +24,16 @@ from engine.ending import ending_of
 from engine.outcome import Outcome, Tally, merged
 from engine.plan import Slice, SliceResult, StepPlan, StepResult
 from engine.sequence import Sequence, Status
-from engine.speculate import Speculator
+from engine.speculate import Speculation, Speculator
 from telemetry.records import RequestRecord
 
 
 class Scheduler:
     """Owns every sequence and every block."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool | None = None, speculation: Speculation | None = None
+    ) -> None:
         self.config = config
         self.pool = pool or BlockPool(blocks_max=config.blocks_max, block_slots=config.block_slots)
         self.waiting: list[Sequence] = []  # in order
@@ -43,7 +45,7 @@ class Scheduler:
         self._deltas: list[Delta] = []
         self._finished: list[RequestRecord] = []
         self._cached = self._preemptions = self._evictions_before = 0
-        self._speculator = Speculator(config.drafts_max) if config.drafts_max else None
+        self._speculation = speculation or (Speculator(config.drafts_max) if config.drafts_max else None)
         self._decode_keys: float | None = None  # of the step in flight, if everybody decodes: thousands, over all rows
         self._planned_ns = 0
 
@@ -77,7 +79,7 @@ class Scheduler:
         self._stamp(counts, now_ns)
         self._step_id += 1
         self._in_flight = {sequence.number: sequence for sequence in self.running if sequence.number in counts}
-        drafts = self._draft(counts, now_ns) if self._speculator is not None else {}
+        drafts = self._draft(counts, now_ns) if self._speculation is not None else {}
         going = self._in_flight.items()
         slices = tuple(self._slice(sequence, counts[number], drafts.get(number, ())) for number, sequence in going)
         return StepPlan(step_id=self._step_id, slices=slices)
@@ -91,7 +93,7 @@ class Scheduler:
             sequence = self._in_flight[piece.sequence]
             if sequence.status is not Status.FINISHED:  # Or it was aborted while the step was in flight.
                 self._settle(sequence, piece, answer, tally, now_ns)
-        wasted = self._learn(plan, tally, now_ns) if self._speculator is not None else 0.0
+        wasted = self._learn(plan, tally, now_ns) if self._speculation is not None else 0.0
         self._in_flight = {}
         self.pool.commit(plan.step_id)
         return self._outcome(tally, wasted)
@@ -145,8 +147,8 @@ class Scheduler:
         self._let_go(sequence, now_ns)
         sequence.status = Status.FINISHED
         del self._by_id[sequence.request.request_id]
-        if self._speculator is not None:
-            self._speculator.end(sequence, keep=reason in ("stop", "length"))
+        if self._speculation is not None:
+            self._speculation.end(sequence, keep=reason in ("stop", "length"))
         finish = Finish(reason, sequence.usage(), stop_id, fault)
         last = Delta(sequence.request.request_id, finish=finish)
         self._deltas.append(news.merge(last) if news else last)
@@ -268,13 +270,13 @@ class Scheduler:
 
     def _draft(self, counts: dict[int, int], now_ns: int) -> dict[int, tuple[int, ...]]:
         """Drafts by sequence.  None where somebody pays for more than its newest token: prefill is not held up."""
-        assert self._speculator is not None
+        assert self._speculation is not None
         asking = list(self._in_flight.values())
         decoding = all(counts[one.number] == one.debt == 1 and one.output_length for one in asking)
         self._decode_keys = None
         if not asking or not decoding:
             return {}
-        wishes = self._speculator.wish(asking, self.config.tokens_step_max - len(asking))
+        wishes = self._speculation.wish(asking, self.config.tokens_step_max - len(asking))
         drafts = {number: self._fit(self._in_flight[number], tokens, now_ns) for number, tokens in wishes.items()}
         more = {number: len(tokens) for number, tokens in drafts.items()}
         self._decode_keys = sum(len(one.tokens) * (1 + more.get(one.number, 0)) for one in asking) / 1000
@@ -349,8 +351,8 @@ class Scheduler:
             self._finish(sequence, ending.reason, now_ns, ending.fault, news, ending.stop_id)
         elif news is not None:
             self._deltas.append(news)
-            if self._speculator is not None:
-                self._speculator.answered(sequence, emitted)
+            if self._speculation is not None:
+                self._speculation.answered(sequence, emitted)
             if piece.drafts:
                 self._give_back(sequence, now_ns)
 
@@ -364,12 +366,12 @@ class Scheduler:
 
     def _learn(self, plan: StepPlan, tally: Tally, now_ns: int) -> float:
         """What the step has cost, and the share of it that went into drafts that were wrong."""
-        assert self._speculator is not None
+        assert self._speculation is not None
         keys, self._decode_keys = self._decode_keys, None
         if keys is None:
             return 0.0
-        self._speculator.spent(plan.tokens, keys, now_ns - self._planned_ns)
-        return self._speculator.wasted_share(plan.tokens, keys, tally.drafted - tally.accepted)
+        self._speculation.spent(plan.tokens, keys, now_ns - self._planned_ns)
+        return self._speculation.wasted_share(plan.tokens, keys, tally.drafted - tally.accepted)
 
     def _outcome(self, tally: Tally, wasted: float) -> Outcome:
         outcome = Outcome(

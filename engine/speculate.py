@@ -19,6 +19,7 @@ Pure: time comes in as what steps took.
 """
 
 from collections.abc import Sequence as Many
+from typing import Protocol
 
 from engine.drafters import NO_DRAFT, Draft, Library, OthersText, Outputs, OwnText
 from engine.sequence import Sequence
@@ -105,8 +106,37 @@ class Watch:
                 return
 
 
+class Speculation(Protocol):
+    """Who says what to draft, and is told what came of it."""
+
+    def wish(self, asking: Many[Sequence], budget: int) -> dict[int, tuple[int, ...]]:
+        """
+        Drafts by sequence number, `budget` tokens at most.
+
+        Args:
+            asking: those who decode in this step, which are all; one row each.
+        """
+        ...
+
+    def answered(self, sequence: Sequence, emitted: Many[int]) -> None:
+        """The tokens that came out of the step for which `wish` was asked last."""
+        ...
+
+    def spent(self, rows: int, keys: float, spent_ns: int) -> None:
+        """A step in which everybody decoded has taken that long; `keys` thousand were attended to."""
+        ...
+
+    def wasted_share(self, rows: int, keys: float, rejected: int) -> float:
+        """The share of such a step's time that would have been saved without its `rejected` rows, 0..1."""
+        ...
+
+    def end(self, sequence: Sequence, *, keep: bool) -> None:
+        """A sequence is over.  With `keep`, its output may help others of its tenant."""
+        ...
+
+
 class Speculator:
-    """Owns what is known of texts, of chances and of costs.  Same calls, same answers."""
+    """Implements `Speculation`: owns what is known of texts, of chances and of costs.  Same calls, same answers."""
 
     def __init__(self, drafts_max: int) -> None:
         assert drafts_max > 0
@@ -121,12 +151,7 @@ class Speculator:
         self._interest = 1.0  # expected gain of late, where somebody looked
 
     def wish(self, asking: Many[Sequence], budget: int) -> dict[int, tuple[int, ...]]:
-        """
-        Drafts by sequence number, `budget` tokens at most.
-
-        Args:
-            asking: those who decode in this step, which are all; one row each.
-        """
+        """What pays."""
         self._step += 1
         rows, keys = len(asking), sum(len(sequence.tokens) for sequence in asking) / 1000
         budget = min(budget, ROWS_MORE_MAX, rows * self._drafts_max)
@@ -141,24 +166,24 @@ class Speculator:
         return self._choose(asking, self._look(asking), keys, budget, explores=explores)
 
     def answered(self, sequence: Sequence, emitted: Many[int]) -> None:
-        """The tokens that came out of the step for which `wish` was asked last."""
+        """What was drafted, computed or not, was right or not."""
         watch = self._watches.get(sequence.number)
         if watch is not None and watch.draft.tokens:
             watch.learn(emitted, self._chances)
 
     def spent(self, rows: int, keys: float, spent_ns: int) -> None:
-        """A step in which everybody decoded has taken that long."""
+        """The costs learn."""
         self.costs.observe(rows, keys, spent_ns)
 
     def wasted_share(self, rows: int, keys: float, rejected: int) -> float:
-        """The share of such a step's time that would have been saved without its `rejected` rows, by the model."""
+        """By the model of the costs."""
         if not rejected:
             return 0.0
         kept = rows - rejected
         return min(1.0, max(0.0, 1 - self.costs.cost(kept, keys * kept / rows) / self.costs.cost(rows, keys)))
 
     def end(self, sequence: Sequence, *, keep: bool) -> None:
-        """A sequence is over.  With `keep`, its output may help others of its tenant."""
+        """Forget it, but for its output."""
         watch = self._watches.pop(sequence.number, None)
         if watch is not None:
             self._own_tokens -= watch.position

@@ -1,5 +1,5 @@
 """
-`python -m tests.sim --seed N [--fails-at K] [--count M] [--pressure]`: play the worlds N .. N+M-1.
+`python -m tests.sim --seed N [--fails-at K] [--count M] [--pressure] [--drafts]`: play the worlds N .. N+M-1.
 """
 
 import argparse
@@ -14,10 +14,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--fails-at", type=int)
     parser.add_argument("--pressure", action="store_true")
+    parser.add_argument("--drafts", action="store_true")
     arguments = parser.parse_args()
     for seed in range(arguments.seed, arguments.seed + arguments.count):
-        world = Simulation(seed, fails_at=arguments.fails_at, pressure=arguments.pressure)
-        explain(seed, world.run, fails_at=arguments.fails_at, pressure=arguments.pressure)
+        options = {"fails_at": arguments.fails_at, "pressure": arguments.pressure, "drafts": arguments.drafts}
+        explain(seed, Simulation(seed, **options).run, **options)
     print(f"{arguments.count} worlds, all books closed")
 
 

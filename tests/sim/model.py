@@ -20,6 +20,7 @@ from engine.plan import SampleSpec, Slice, StepPlan
 from engine.scheduler import Scheduler
 from engine.sequence import uniform
 from telemetry.records import RequestRecord
+from tests.sim.guesses import Guesser
 
 STEPS_MAX = 20_000
 STEP_NS_MAX = 5_000_000
@@ -56,7 +57,13 @@ class Simulation:
     """One world.  Same seed, same world."""
 
     def __init__(
-        self, seed: int, *, fails_at: int | None = None, requests: int | None = None, pressure: bool = False
+        self,
+        seed: int,
+        *,
+        fails_at: int | None = None,
+        requests: int | None = None,
+        pressure: bool = False,
+        drafts: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.seed = seed
@@ -89,7 +96,8 @@ class Simulation:
             pool = FailingPool(
                 blocks_max=self.config.blocks_max, block_slots=self.config.block_slots, fails_at=fails_at
             )
-        self.scheduler = Scheduler(self.config, pool)
+        self.drafts_max = random.Random(seed).choice((1, 3, 15)) if drafts else 0
+        self.scheduler = Scheduler(self.config, pool, self.guesser())
         self.device = FakeRunner(
             vocab_size=50,
             context_max=self.config.context_max,
@@ -101,7 +109,8 @@ class Simulation:
         self.rush_ns = pick.choice((1, 10_000_000, 100_000_000))  # everybody comes within it
         self.journal: list[Entry] = []
         self.faulty: set[int] = set()  # sequence numbers
-        self.totals = {"prefill": 0, "recompute": 0, "cached": 0, "emitted": 0, "rows": 0, "block_ns": 0}
+        self.totals = {"prefill": 0, "recompute": 0, "cached": 0, "emitted": 0, "block_ns": 0}
+        self.totals |= {"drafted": 0, "accepted": 0, "decode": 0}
         self.clients = [self._client(index) for index in range(requests or pick.choice((1, 5, 20, 60)))]
         self.arrivals = sorted(self.clients, key=lambda client: (client.born_ns, client.request.request_id))
         self.by_id = {client.request.request_id: client for client in self.clients}
@@ -122,6 +131,10 @@ class Simulation:
         self._reckon()
         return self
 
+    def guesser(self) -> Guesser | None:
+        """A fresh one, that guesses as the one of this world did."""
+        return Guesser(self.seed, drafts_max=self.drafts_max, vocab_size=50) if self.drafts_max else None
+
     def _step(self) -> None:
         before_ns = self.now_ns
         plan = self.scheduler.plan(self.now_ns)
@@ -130,14 +143,16 @@ class Simulation:
         assert plan.tokens <= self.config.tokens_step_max
         self.scheduler.check()
         self.now_ns += self.random.randrange(1, STEP_NS_MAX)
-        if not self.patient and self.random.random() < 0.2:
+        aborts = not self.patient and self.random.random() < 0.2
+        if aborts:
             held = self._abort_in_flight(held, before_ns)
         self.totals["block_ns"] += held * (self.now_ns - before_ns)
         result = self.device.run(plan)
         outcome = self.scheduler.commit(plan, result, self.now_ns)
         self.journal.append(Committed(result, self.now_ns))
         self.scheduler.check()
-        self._take(plan, outcome)
+        self._take(outcome)
+        self._count_rows(plan, outcome, aborts=aborts)
 
     def _abort_in_flight(self, held: int, before_ns: int) -> int:
         """Somebody gives up while the step runs: what is given back may not be handed out before the commit."""
@@ -152,9 +167,24 @@ class Simulation:
         assert self.scheduler.pool.book().imbalance() == 0
         return held
 
-    def _take(self, plan: StepPlan, outcome: Outcome) -> None:
+    def _count_rows(self, plan: StepPlan, outcome: Outcome, *, aborts: bool) -> None:
+        """Every row has one reason, but for those of somebody who has left meanwhile."""
+        known = outcome.prefill_tokens + outcome.recompute_tokens + outcome.decode_tokens
+        if aborts:
+            assert known + outcome.drafted_tokens <= plan.tokens
+        else:
+            assert known + outcome.drafted_tokens == plan.tokens
+            assert outcome.drafted_tokens == sum(piece.drafts for piece in plan.slices)
+        assert 0 <= outcome.draft_rejected_share < 1
+        for sequence in self.scheduler.running:
+            known = -(-len(sequence.tokens) // self.config.block_slots)
+            assert len(sequence.blocks) <= known, "a draft has left a block behind"
+
+    def _take(self, outcome: Outcome) -> None:
         totals = self.totals
-        totals["rows"] += plan.tokens
+        totals["decode"] += outcome.decode_tokens
+        totals["drafted"] += outcome.drafted_tokens
+        totals["accepted"] += outcome.draft_accepted_tokens
         totals["prefill"] += outcome.prefill_tokens
         totals["recompute"] += outcome.recompute_tokens
         totals["cached"] += outcome.cached_tokens
@@ -232,6 +262,9 @@ class Simulation:
         assert sum(record.recomputed_tokens for record in records) == self.totals["recompute"]
         assert sum(record.cached_tokens for record in records) == self.totals["cached"]
         assert sum(record.output_tokens for record in records) == self.totals["emitted"]
+        assert sum(record.drafted_tokens for record in records) == self.totals["drafted"]
+        assert sum(record.draft_accepted_tokens for record in records) == self.totals["accepted"]
+        assert all(one.drafted_tokens == one.draft_accepted_tokens + one.draft_rejected_tokens for one in records)
         assert sum(record.kv_block_ns for record in records) == self.totals["block_ns"]
         assert all(record.preemptions <= self.config.preemptions_max for record in records)
         book = self.scheduler.pool.book()

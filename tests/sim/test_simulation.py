@@ -8,12 +8,41 @@ from engine.journal import Planned, replay
 from tests.sim.model import FailingPool, Simulation, explain
 
 WORLDS = 1500
+WORLDS_WITH_DRAFTS = 400
 
 
 @pytest.mark.parametrize("first", range(0, WORLDS, 100))
 def test_every_request_ends_and_every_book_closes(first: int) -> None:
     for seed in range(first, first + 100):
         explain(seed, Simulation(seed).run)
+
+
+@pytest.mark.parametrize("first", range(0, WORLDS_WITH_DRAFTS, 100))
+@pytest.mark.parametrize("pressure", [False, True])
+def test_drafts_change_no_token_and_no_book(first: int, pressure: bool) -> None:
+    """The expected tokens are those of the model alone, which knows nothing of drafts."""
+    accepted = rejected = emitted = decode = 0
+    for seed in range(first, first + 100):
+        world = Simulation(seed, drafts=True, pressure=pressure)
+        explain(seed, world.run, drafts=True, pressure=pressure)
+        accepted += world.totals["accepted"]
+        rejected += world.totals["drafted"] - world.totals["accepted"]
+        emitted, decode = emitted + world.totals["emitted"], decode + world.totals["decode"]
+    assert accepted > 200 and rejected > 200
+    assert decode < emitted
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_failure_of_the_nth_allocation_with_drafts(seed: int) -> None:
+    fails_at = 1
+    while True:
+        world = Simulation(seed, fails_at=fails_at, requests=6, drafts=True)
+        explain(seed, world.run, fails_at=fails_at, drafts=True)
+        pool = world.scheduler.pool
+        assert isinstance(pool, FailingPool)
+        if pool.takes < fails_at:
+            break
+        fails_at += 1
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -78,6 +107,12 @@ def test_preemption_always_comes_to_an_end() -> None:
 def test_a_journal_replays_to_the_same_plans(seed: int) -> None:
     world = Simulation(seed).run()
     assert replay(world.config, world.journal) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_journal_with_drafts_replays_to_the_same_plans(seed: int) -> None:
+    world = Simulation(seed, drafts=True).run()
+    assert replay(world.config, world.journal, world.guesser()) is None
 
 
 def test_a_journal_names_the_first_step_that_differs() -> None:
