@@ -34,7 +34,9 @@ EXPLORE_STEPS = 48
 LOOKUP_NS = 15_000  # about what it costs to look for one sequence's draft
 LOOKUP_SHARE = 0.005  # of a step's time that may go into looking where nothing is found
 DULL = 0.01  # expected gain below which looking seems to be in vain
-READ_TOKENS_MAX = 512  # into automata, of one step
+MATCH_CLEAR = 8  # tokens found in the sequence itself, after which nobody asks what others were answered
+READ_TOKENS_MAX = 512  # into automata, of one step; some 2 us each
+READ_TOKENS_EXPLORING = 2048  # there is one such step in EXPLORE_STEPS
 OWN_TOKENS_MAX = 1 << 17  # in the automata of all sequences: some 350 bytes each
 LADDER_MISSES_MAX = 16  # drafts beyond the best number that are looked at: costs may rise in stairs
 # By the bits of the length of the match: 1, 2-3, 4-7, 8-15, 16-31, 32 and more.  Chosen; a few drafts outweigh it.
@@ -81,6 +83,19 @@ class Watch:
     def factor(self) -> float:
         """How often its drafts are right, compared with those of all."""
         return min(OWN_FACTOR_MAX, (self._right + OWN_WEIGHT) / (self._expected + OWN_WEIGHT))
+
+    def look(self, tokens: list[int], count: int, chances: Chances) -> list[float]:
+        """Choose a draft of at most `count` tokens; the ladder of its chances."""
+        self.draft, ladder = NO_DRAFT, list[float]()
+        if count > 0 and self.position == len(tokens):
+            self.draft = self.own.draft(count)
+            ladder = self.ladder(self.draft, chances)
+        if count > 0 and self.draft.matched < MATCH_CLEAR:
+            other = self.others.draft(count)
+            rungs = self.ladder(other, chances)
+            if sum(rungs) > sum(ladder):
+                self.draft, ladder = other, rungs
+        return ladder
 
     def ladder(self, draft: Draft, chances: Chances) -> list[float]:
         """The chance that the first 1, 2, ... tokens of `draft` are all right."""
@@ -163,7 +178,8 @@ class Speculator:
         if self._step - self._looked < (EXPLORE_STEPS if explores else self._patience_steps(rows, keys)):
             return {}
         self._looked = self._step
-        return self._choose(asking, self._look(asking), keys, budget, explores=explores)
+        ladders = self._look(asking, READ_TOKENS_EXPLORING if explores else READ_TOKENS_MAX)
+        return self._choose(asking, ladders, keys, budget, explores=explores)
 
     def answered(self, sequence: Sequence, emitted: Many[int]) -> None:
         """What was drafted, computed or not, was right or not."""
@@ -210,9 +226,8 @@ class Speculator:
         allowed_ns = LOOKUP_SHARE * self.costs.expected_ns(rows, keys)
         return min(EXPLORE_STEPS, 1 + int(LOOKUP_NS * rows / max(1.0, allowed_ns)))
 
-    def _look(self, asking: Many[Sequence]) -> list[list[float]]:
-        """Look for a draft for each; the chances of its first 1, 2, ... tokens."""
-        left = READ_TOKENS_MAX
+    def _look(self, asking: Many[Sequence], left: int) -> list[list[float]]:
+        """Look for a draft for each, reading `left` tokens at most; the chances of its first 1, 2, ... tokens."""
         ladders: list[list[float]] = []
         for sequence in asking:
             outputs = self._library.of(sequence.request.tenant)
@@ -225,16 +240,7 @@ class Speculator:
             self._own_tokens += read
             left -= read + watch.others.read(sequence.tokens, READ_TOKENS_MAX) // 4  # which costs so much less
             count = min(self._drafts_max, sequence.request.tokens_max - sequence.output_length - 1)
-            watch.draft, ladder = NO_DRAFT, []
-            if count > 0:
-                if watch.position == len(sequence.tokens):
-                    watch.draft = watch.own.draft(count)
-                    ladder = watch.ladder(watch.draft, self._chances)
-                other = watch.others.draft(count)
-                rungs = watch.ladder(other, self._chances)
-                if sum(rungs) > sum(ladder):
-                    watch.draft, ladder = other, rungs
-            ladders.append(ladder)
+            ladders.append(watch.look(sequence.tokens, count, self._chances))
         return ladders
 
     def _choose(
