@@ -34,6 +34,14 @@ class Tally:
     def __init__(self) -> None:
         self.prefill = self.recompute = self.decode = self.emitted = self.drafted = self.accepted = 0
 
+    def add(self, *, prefill: int, recompute: int, emitted: int, drafted: int, accepted: int) -> None:
+        """What one slice comes to, but for its decode rows."""
+        self.prefill += prefill
+        self.recompute += recompute
+        self.emitted += emitted
+        self.drafted += drafted
+        self.accepted += accepted
+
 
 def merged(deltas: list[Delta]) -> tuple[Delta, ...]:
     """One delta per request, in the order in which the requests were first heard of."""

@@ -338,9 +338,7 @@ class Scheduler:
         sequence.drafted += piece.drafts
         sequence.drafts_accepted += accepted
         first, again = self._book(sequence, len(piece.tokens) - piece.drafts + accepted)
-        tally.prefill, tally.recompute = tally.prefill + first, tally.recompute + again
-        tally.emitted += taken
-        tally.drafted, tally.accepted = tally.drafted + piece.drafts, tally.accepted + accepted
+        tally.add(prefill=first, recompute=again, emitted=taken, drafted=piece.drafts, accepted=accepted)
         news = Delta(sequence.request.request_id, emitted[:taken], answer.logprobs[:taken]) if taken else None
         if answer.fault:
             self.pool.forget(sequence.blocks)
