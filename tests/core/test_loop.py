@@ -11,7 +11,10 @@ from engine.device.fake import FakeRunner
 from engine.loop import Loop
 from engine.plan import Slice, StepPlan
 from engine.scheduler import Scheduler
+from engine.speculate import Speculation
+from telemetry.books import request_mismatches, step_mismatches
 from telemetry.records import StepRecord
+from tests.sim.guesses import Guesser
 
 
 class Clock:
@@ -46,11 +49,17 @@ class Script:
         return []
 
 
-def play(polls: list[list[Message]], device: FakeRunner | None = None, steps: int = 40) -> Script:
+def play(
+    polls: list[list[Message]],
+    device: FakeRunner | None = None,
+    steps: int = 40,
+    speculation: Speculation | None = None,
+) -> Script:
     """Run a loop over the script and stop it."""
     clock = Clock()
     link = Script(clock, iter(polls))
-    scheduler = Scheduler(SchedulerConfig(blocks_max=32, block_slots=4, context_max=64, vocab_size=100))
+    config = SchedulerConfig(blocks_max=32, block_slots=4, context_max=64, vocab_size=100)
+    scheduler = Scheduler(config, speculation=speculation)
     loop = Loop(scheduler, device or fake(), link, clock=clock)
     for _ in range(steps):
         loop.step()
@@ -63,9 +72,9 @@ def fake() -> FakeRunner:
     return FakeRunner(vocab_size=100, context_max=64, blocks_max=32, block_slots=4)
 
 
-def request(request_id: str, count: int = 5) -> GenerateRequest:
+def request(request_id: str, count: int = 5, tokens_max: int = 4) -> GenerateRequest:
     sampling = Sampling(temperature=0)
-    return GenerateRequest(request_id=request_id, prompt=tuple(range(count)), sampling=sampling, tokens_max=4)
+    return GenerateRequest(request_id=request_id, prompt=tuple(range(count)), sampling=sampling, tokens_max=tokens_max)
 
 
 def records(link: Script) -> list[StepRecord]:
@@ -128,3 +137,19 @@ def test_stopping_tells_everybody() -> None:
     link = play([[request("a")]], steps=1)
     last = link.frames[-1]
     assert [delta.finish.reason for delta in last.deltas if delta.finish] == ["shutdown"]
+
+
+def test_drafts_are_in_the_records_and_their_books_close() -> None:
+    guesser = Guesser(1, drafts_max=6, vocab_size=100)
+    link = play([[request("a", tokens_max=50), request("b", tokens_max=50)]], speculation=guesser)
+    steps = records(link)
+    assert sum(step.draft_accepted_tokens for step in steps) > 10
+    assert sum(step.draft_rejected_tokens for step in steps) > 10
+    for step in steps:
+        assert list(step_mismatches(step)) == []
+        assert (step.draft_rejected_ns > 0) == (step.draft_rejected_tokens > 0)
+        assert step.draft_rejected_ns <= step.parts["compute"]
+        assert step.tokens == step.prefill_tokens + step.decode_tokens + step.drafted_tokens
+    ended = [record for step in steps for record in step.finished]
+    assert [list(request_mismatches(record)) for record in ended] == [[], []]
+    assert sum(record.drafted_tokens for record in ended) == sum(step.drafted_tokens for step in steps)
