@@ -4,7 +4,7 @@ One decoder layer at a time, for many sequences at once: what a conversion calib
 It computes the function of the engine's decoder (Llama, Mistral, Qwen2, Qwen3) without its blocks and plans.  A layer
 is cut into four stages, each ending where the next linear layers read, so that their inputs lie open:
 
-    x --norm--> [qkv] --attention--> [o] --+ x, norm--> [gate_up] --silu(g) * u--> [down] --+ x-->
+    x --norm--> [qkv] --attention--> [o] --+ x, norm--> [gate_up] --silu(g) * u, mix--> [down] --+ x-->
 
 `x` is the residual stream, `z` what the linear layers of the next stage read.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 from quant.formats.architecture import Architecture
 from quant.formats.checkpoint import Checkpoint
 from quant.formats.errors import ModelError
+from quant.formats.mixing import mix
 from quant.formats.rope import RopeTable
 
 Stage = Literal["qkv", "o", "gate_up", "down"]
@@ -91,9 +92,11 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 class LayerForward:
     """The function of one layer for sequences that all start at position 0."""
 
-    def __init__(self, a: Architecture, layer: int) -> None:
+    def __init__(self, a: Architecture, layer: int, points: int = 0) -> None:
+        """`points`: what the inputs of down_proj are mixed by, see `quant.formats.mixing`."""
         self._a = a
         self._window = a.windows[layer]
+        self._points = points
 
     def begin(self, x: Tensor, weights: Weights) -> Tensor:
         """What the first stage reads."""
@@ -108,7 +111,7 @@ class LayerForward:
             x = x + linear("self_attn.o_proj", z)
             return x, norm(x, weights["post_attention_layernorm.weight"], self._a.norm_epsilon)
         if stage == "gate_up":
-            return x, F.silu(linear("mlp.gate_proj", z)) * linear("mlp.up_proj", z)
+            return x, mix(F.silu(linear("mlp.gate_proj", z)) * linear("mlp.up_proj", z), self._points)
         x = x + linear("mlp.down_proj", z)
         return x, x
 

@@ -7,7 +7,7 @@ small ones.  An orthogonal matrix spreads them evenly, and it costs nothing wher
     residual stream x   x Q: Q goes into every matrix that reads or writes it, for RMSNorm sees lengths only; the norms'
                         weights go into the matrices that follow first, and become ones
     values of a head    v R: R goes into the rows of v_proj and the columns of o_proj, for attention averages tokens
-    input of down_proj  SiLU lies in between, so its rotation is computed at run time: `mix`, only if `online`
+    input of down_proj  SiLU lies in between, so this rotation is computed at run time: `mixing.mix`, only if `online`
 
 Embedding and head are different matrices then, even where one tensor was both.  Queries and keys stay as they are: what
 turns them by position does not commute with a rotation.
@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from quant.formats.checkpoint import Checkpoint
+from quant.formats.mixing import hadamard, mix, mix_points
 from quant.formats.scheme import Scheme
 
-LANES = 16  # neighbouring channels that are mixed alike: a vector of float32
-_POINTS_MAX = 32
 _FACTOR_BITS = 6  # Hadamard matrices beyond 64 are products of smaller ones: 128 sums instead of 4096
 _ROWS = 8192  # of a matrix that are rotated together, for the memory that it takes
 _VERSION = "1"  # raise it when the same seed begins to give other weights
@@ -61,43 +60,8 @@ def for_loading(checkpoint: Checkpoint, scheme: Scheme) -> tuple[Checkpoint, Sch
     return rotated(checkpoint, online=True), mixed
 
 
-def mix_points(intermediate: int) -> int:
-    """How many channels `mix` combines in a model with so many columns of down_proj; 0: none."""
-    points = math.gcd(intermediate // LANES, _POINTS_MAX)
-    return 0 if intermediate % LANES or points == 1 else points
-
-
-def mix(x: Tensor, points: int) -> Tensor:
-    """
-    Hadamard transforms over `points` vectors of LANES channels: float32 [..., channels], its own inverse; 0: nothing.
-
-    Channel (g * points + i) * LANES + lane goes with those of the other i.  Sums and differences, one pair at a time:
-    no row's bits depend on its neighbours.
-    """
-    if points == 0:
-        return x
-    assert points & (points - 1) == 0 and x.shape[-1] % (points * LANES) == 0
-    values, step = x.float().reshape(-1), LANES
-    while step < points * LANES:
-        first, second = values.view(-1, 2, step).unbind(1)
-        pairs = values.new_empty(len(first), 2, step)
-        torch.add(first, second, out=pairs[:, 0])
-        torch.sub(first, second, out=pairs[:, 1])
-        values, step = pairs.view(-1), 2 * step
-    return (values * (1 / math.sqrt(points))).view(x.shape)
-
-
-def hadamard(points: int) -> Tensor:
-    """Sylvester's matrix: float64 [points, points], a power of two, symmetric and orthogonal."""
-    assert points > 0 and points & (points - 1) == 0
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < points:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix / math.sqrt(points)
-
-
 def hartley(points: int) -> Tensor:
-    """The same for any size: float64, and no entry is larger than root 2 / points."""
+    """Symmetric and orthogonal, of any size: float64 [points, points], no entry beyond root 2 over root `points`."""
     turns = torch.outer(torch.arange(points), torch.arange(points)) % points  # exact, before anything is rounded
     angles = turns.double() * (2 * math.pi / points)
     return (angles.cos() + angles.sin()) / math.sqrt(points)

@@ -30,7 +30,7 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     zeros_v2: bool = False  # gptq as gptqmodel writes it: zero points are stored as they are, not less one
     double_quant: bool = False  # nf4: the block scales are quantized too
     kept: tuple[str, ...] = ()  # linear layers of decoder layers that stay floats
-    mix: int = 0  # points of the Hadamard transform that the input of down_proj needs, see `rotation.mix`
+    mix: int = 0  # points of the Hadamard transform that the input of down_proj needs, see `mixing`
 
     @property
     def activations(self) -> Activations:

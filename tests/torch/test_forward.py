@@ -34,8 +34,8 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-def logits_of(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
-    """[sequences, tokens, vocab_size], through the stream."""
+def logits_of(checkpoint: Checkpoint, tokens: Tensor, points: int = 0) -> Tensor:
+    """[sequences, tokens, vocab_size], through the stream; `points` as for `LayerForward`."""
     a = checkpoint.architecture
     embedding = checkpoint.read("model.embed_tokens.weight", (a.vocab_size, a.hidden), torch.float32)
     head = embedding
@@ -43,7 +43,7 @@ def logits_of(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
         head = checkpoint.read("lm_head.weight", (a.vocab_size, a.hidden), torch.float32)
     stream = Stream(tokens.split(2), embedding)
     for number in range(a.layers):
-        weights, layer = read_layer(checkpoint, number, torch.float32), LayerForward(a, number)
+        weights, layer = read_layer(checkpoint, number, torch.float32), LayerForward(a, number, points)
         stream.begin(layer, weights)
         for stage in ("qkv", "o", "gate_up", "down"):
             stream.advance(layer, stage, weights, plain(weights))

@@ -13,6 +13,8 @@ from engine.api import Sampling
 from engine.config import EngineOptions
 from engine.device.runner import Runner
 from engine.plan import SampleSpec, Slice, SliceResult, StepPlan
+from quant.formats.architecture import from_directory
+from quant.forward import layer_shapes
 
 GREEDY = SampleSpec(sampling=Sampling(temperature=0), uniforms=(0.0,))
 CONFIG: dict[str, object] = {
@@ -68,8 +70,33 @@ def write_model(directory: Path, seed: int = 0, **changes: object) -> Path:
     return directory
 
 
+def write_any_model(directory: Path, seed: int = 0, **changes: object) -> Path:
+    """The same for any architecture that is supported, with all tensors that it has, norms and biases included."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG | changes))
+    a, _ = from_directory(directory)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (a.vocab_size, a.hidden),
+        "model.norm.weight": (a.hidden,),
+    }
+    if not a.tied:
+        shapes["lm_head.weight"] = (a.vocab_size, a.hidden)
+    for layer in range(a.layers):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(a).items()}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(shape, generator=generator) * 0.15 for name, shape in shapes.items()}
+    save_file({name: t + 1 if "norm" in name else t for name, t in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
 def load(
-    model: Path, *, dtype: str = "float32", kv_memory_bytes: int = 4 << 20, context_max: int = 0, threads: int = 1
+    model: Path,
+    *,
+    dtype: str = "float32",
+    quantization: str = "none",
+    kv_memory_bytes: int = 4 << 20,
+    context_max: int = 0,
+    threads: int = 1,
 ) -> Runner:
     """A runner on that model."""
     options = EngineOptions(
@@ -77,6 +104,7 @@ def load(
         model_name="tiny",
         listen="unix:/nowhere",
         dtype=dtype,
+        quantization=quantization,
         threads=threads,
         kv_memory_bytes=kv_memory_bytes,
         context_max=context_max,

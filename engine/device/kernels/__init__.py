@@ -42,7 +42,7 @@ class Kernels(Protocol):
         Bring `weight` [out, in] and `bias` [out] into the form that its product wants; it may copy.
 
         With `activations` of "int8" or "fp8" each row of x is rounded to that first, by a scale of its own.  Before
-        that, it goes through a Hadamard transform of `mix` points: `quant.formats.rotation.mix`.
+        that, it goes through a Hadamard transform of `mix` points: `quant.formats.mixing.mix`.
         """
         ...
 

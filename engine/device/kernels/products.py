@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.device.kernels import Product
+from quant.formats.mixing import mix
 from quant.formats.numbers import round_rows_fp8, round_rows_int8
-from quant.formats.rotation import mix
 from quant.formats.scheme import Activations
 from quant.formats.weights import Affine
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.device.batch import Batch, Group
 from engine.device.kernels import Product
 from engine.device.kv import KvLayer
-from quant.formats.rotation import LANES, hadamard
+from quant.formats.mixing import LANES, hadamard
 from quant.formats.scheme import Activations
 from quant.formats.weights import Quantized
 

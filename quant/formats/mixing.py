@@ -1,0 +1,55 @@
+"""
+What rotation leaves for run time: a Hadamard transform of the inputs of down_proj, which SiLU keeps out of the weights.
+
+A checkpoint that needs it says so where nobody can miss it: another loader would multiply what was not mixed, and give
+nonsense.  So the names of its architecture and of its number format in config.json are ours, which others refuse.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+LANES = 16  # neighbouring channels that are mixed alike: a vector of float32
+ARCHITECTURE, MODEL_TYPE, FORMAT = "Pellucid", "pellucid_", "-mixed"  # before, before and behind the usual name
+_POINTS_MAX = 32
+
+
+def mix(x: Tensor, points: int) -> Tensor:
+    """
+    Hadamard transforms over `points` vectors of LANES channels: float32 [..., channels], its own inverse; 0: nothing.
+
+    Channel (g * points + i) * LANES + lane goes with those of the other i.  Sums and differences, one pair at a time:
+    no row's bits depend on its neighbours.
+    """
+    if points == 0:
+        return x
+    assert points & (points - 1) == 0 and x.shape[-1] % (points * LANES) == 0
+    values, step = x.float().reshape(-1), LANES
+    while step < points * LANES:
+        first, second = values.view(-1, 2, step).unbind(1)
+        pairs = values.new_empty(len(first), 2, step)
+        torch.add(first, second, out=pairs[:, 0])
+        torch.sub(first, second, out=pairs[:, 1])
+        values, step = pairs.view(-1), 2 * step
+    return (values * (1 / math.sqrt(points))).view(x.shape)
+
+
+def mix_points(intermediate: int) -> int:
+    """How many channels `mix` combines in a model with so many columns of down_proj; 0: none."""
+    points = math.gcd(intermediate // LANES, _POINTS_MAX)
+    return 0 if intermediate % LANES or points == 1 else points
+
+
+def hadamard(points: int) -> Tensor:
+    """Sylvester's matrix: float64 [points, points], a power of two, symmetric and orthogonal."""
+    assert points > 0 and points & (points - 1) == 0
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < points:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix / math.sqrt(points)
+
+
+def plain_name(name: str) -> str:
+    """The usual name of an architecture or model type, if it is one of ours."""
+    return name.removeprefix(ARCHITECTURE).removeprefix(MODEL_TYPE)
