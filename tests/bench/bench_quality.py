@@ -115,9 +115,7 @@ def measure(source: Runner, runner: Runner, passages: list[list[int]]) -> Qualit
 def passages_of(model: Path, tokens_max: int) -> list[list[int]]:
     """The text that ships with Pellucid, in this model's tokens, or its first ones."""
     with tokenizing(model) as tokenize:
-        whole = [
-            passage.tolist() for passage in read_evaluation(EVALUATION, tokenize, open_checkpoint(model).architecture)
-        ]
+        whole = read_evaluation(EVALUATION, tokenize, open_checkpoint(model).architecture)
     taken: list[list[int]] = []
     for tensor in whole:
         passage: list[int] = tensor.tolist()
