@@ -23,6 +23,7 @@ from quant.formats.checkpoint import Checkpoint
 from quant.formats.errors import ModelError
 from quant.formats.layouts import pack
 from quant.formats.numbers import groups_of, round_fp8, round_rows_fp8, round_rows_int8
+from quant.formats.rotation import for_rounding
 from quant.formats.rounding import round_weight
 from quant.formats.scheme import Activations, Scheme
 from quant.formats.weights import Affine, Fp8, Quantized
@@ -31,7 +32,6 @@ from quant.forward import (
     LINEARS,
     STAGES,
     LayerForward,
-    Linear,
     Stage,
     Stream,
     Weights,
@@ -42,16 +42,17 @@ from quant.forward import (
 )
 from quant.gptq import Hessian, solve, solve_fp8
 from quant.options import ConvertOptions, Progress
+from quant.passages import BATCH_TOKENS, Padded
 from quant.quality import Comparison
 from quant.report import LinearReport, Measured
 from quant.smooth import NORM_STAGES, Inputs, smooth_layer
 
 Sink = Callable[[dict[str, Tensor]], None]
 
-BATCH_TOKENS = 2048  # that go through a layer together
 ROUNDING_TOKENS_MAX = 4096  # of calibration, where no Hessian is needed
 ERROR_ROWS = 1024  # on which a layer's error is measured
 SUGGESTIONS = 10
+ROTATED_STAGES: dict[str, tuple[Stage, ...]] = {"offline": ("down",), "full": ()}
 
 
 def convert(
@@ -85,16 +86,22 @@ class _Conversion:
         self, checkpoint: Checkpoint, options: ConvertOptions, calibration: Tensor, evaluation: list[Tensor]
     ) -> None:
         self._a = checkpoint.architecture
-        self._checkpoint = checkpoint
+        self._original = self._checkpoint = checkpoint
+        if options.rotate != "none":
+            online = options.rotate == "full"
+            self._checkpoint, scheme = for_rounding(checkpoint, options.scheme, seed=options.seed, online=online)
+            options = msgspec.structs.replace(options, scheme=scheme)
         self._options = options
         self._scheme = options.scheme
         self._device = torch.device(options.device)
-        embedding = self._embedding()
+        embedding = _embedding(self._original)
         self._dtype = stored_dtype(embedding)
         if not _is_solved(self._scheme):
             calibration = calibration[: max(1, ROUNDING_TOKENS_MAX // calibration.shape[1])]
-        self._evaluation = _Padded(evaluation)
+        self._evaluation = Padded(evaluation)
         self._source = Stream(self._evaluation.batches, embedding)
+        if self._checkpoint is not self._original:
+            embedding = _embedding(self._checkpoint)
         stored = embedding.to(self._dtype)  # rounded by itself or after it was looked up is the same
         self._calibration = Stream(calibration.split(max(1, BATCH_TOKENS // calibration.shape[1])), stored)
         self._result = Stream(self._evaluation.batches, stored)
@@ -104,20 +111,18 @@ class _Conversion:
     def run(self, sink: Sink, progress: Progress) -> Measured:
         """All layers, then the comparison."""
         a = self._a
-        sink({"model.embed_tokens.weight": self._embedding().to(self._dtype)})
+        sink({"model.embed_tokens.weight": _embedding(self._checkpoint).to(self._dtype)})
         for number in range(a.layers):
             progress("quantizing layers", number, a.layers)
             sink(self._layer(number))
         progress("quantizing layers", a.layers, a.layers)
-        last = self._read("model.norm.weight", a.hidden)
-        head = self._embedding() if self._checkpoint.tied else self._read("lm_head.weight", a.vocab_size, a.hidden)
-        ending = {"model.norm.weight": last.to(self._dtype)}
-        if not self._checkpoint.tied:
-            ending["lm_head.weight"] = head.to(self._dtype)
-        sink(ending)
-        comparison = Comparison(
-            self._logits(last, head), self._logits(last.to(self._dtype).float(), head.to(self._dtype).float())
-        )
+        last, head = _ending(self._original)
+        source_logits = self._logits(last, head)
+        if self._checkpoint is not self._original:
+            last, head = _ending(self._checkpoint)
+        last, head = last.to(self._dtype), head.to(self._dtype)
+        sink({"model.norm.weight": last} | ({} if self._checkpoint.tied else {"lm_head.weight": head}))
+        comparison = Comparison(source_logits, self._logits(last.float(), head.float()))
         for tokens, source, result in self._evaluation.passages(self._source.x, self._result.x):
             comparison.add(tokens, source, result)
         kept = tuple(report.name for report in self._reports if report.kept)
@@ -132,18 +137,18 @@ class _Conversion:
     def _layer(self, number: int) -> dict[str, Tensor]:
         """Quantize one layer and let all streams pass it; its tensors by their full names."""
         prefix = f"model.layers.{number}"
-        forward = LayerForward(self._a, number)
-        weights = {
-            name: _finite(tensor, f"{prefix}.{name}").to(self._device)
-            for name, tensor in read_layer(self._checkpoint, number, torch.float32).items()
-        }
-        _pass(self._source, forward, weights)
+        forward = LayerForward(self._a, number, self._scheme.mix)
+        source = weights = self._weights(self._original, number)
+        source_peaks = self._pass_source(LayerForward(self._a, number), source)
+        if self._checkpoint is not self._original:
+            weights = self._weights(self._checkpoint, number)
         work = _Layer(self._smoothed(forward, weights, prefix), prefix, self._options, self._dtype)
         self._calibration.begin(forward, work.finished)
         self._result.begin(forward, work.finished)
         branch: list[LinearReport] = []
         for stage in STAGES:
-            branch += work.quantize(stage, self._calibration.z)
+            peaks = (source_peaks[stage], self._evaluation.peak(self._result.z))
+            branch += work.quantize(stage, self._calibration.z, peaks)
             before = _some_rows(self._calibration.x)
             for stream in (self._calibration, self._result):
                 stream.advance(forward, stage, work.finished, work.linear)
@@ -154,6 +159,21 @@ class _Conversion:
                 branch = []
         return work.tensors()
 
+    def _weights(self, checkpoint: Checkpoint, number: int) -> dict[str, Tensor]:
+        tensors = read_layer(checkpoint, number, torch.float32)
+        return {
+            name: _finite(tensor, f"model.layers.{number}.{name}").to(self._device) for name, tensor in tensors.items()
+        }
+
+    def _pass_source(self, forward: LayerForward, weights: Weights) -> dict[Stage, float]:
+        """The source through a layer; the peaks of what its linear layers read."""
+        stream, peaks = self._source, dict[Stage, float]()
+        stream.begin(forward, weights)
+        for stage in STAGES:
+            peaks[stage] = self._evaluation.peak(stream.z)
+            stream.advance(forward, stage, weights, plain(weights))
+        return peaks
+
     def _smoothed(self, forward: LayerForward, weights: Weights, prefix: str) -> Weights:
         """The same function, with inputs that are easier to round."""
         scheme, alpha = self._scheme, self._options.smooth
@@ -163,8 +183,7 @@ class _Conversion:
             stage: Inputs(batches, self._device)
             for stage, batches in self._calibration.stages(forward, weights)
             if not all(self._options.keeps(f"{prefix}.{name}") for name in LINEARS[stage])
-            # Rows that move against each other need a scale each.
-            and (scheme.granularity != "tensor" or stage in NORM_STAGES)
+            and stage in smoothed_stages(self._options)
         }
 
         def product(z: Tensor, weight: Tensor) -> Tensor:
@@ -176,13 +195,6 @@ class _Conversion:
     def _logits(self, last: Tensor, head: Tensor) -> Callable[[Tensor], Tensor]:
         last, head = last.to(self._device), head.to(self._device)
         return lambda x: F.linear(norm(x.to(self._device), last, self._a.norm_epsilon), head)
-
-    def _embedding(self) -> Tensor:
-        """Read when it is needed: it is larger than a layer."""
-        return self._read("model.embed_tokens.weight", self._a.vocab_size, self._a.hidden)
-
-    def _read(self, name: str, *shape: int) -> Tensor:
-        return _finite(self._checkpoint.read(name, shape, torch.float32), name)
 
 
 class _Layer:
@@ -204,8 +216,8 @@ class _Layer:
         rounded = z if name in self._kept else round_activations(z, self._scheme.activations)
         return F.linear(rounded, self.finished[f"{name}.weight"], self.finished.get(f"{name}.bias"))
 
-    def quantize(self, stage: Stage, inputs: list[Tensor]) -> list[LinearReport]:
-        """Finish the linear layers of one stage, which read `inputs` [sequences, tokens, in]."""
+    def quantize(self, stage: Stage, inputs: list[Tensor], peaks: tuple[float, float]) -> list[LinearReport]:
+        """Finish the linear layers of one stage, which read `inputs` [sequences, tokens, in]; `peaks` are reported."""
         names = [name for name in LINEARS[stage] if name not in self._kept]
         if not all(bool(torch.isfinite(batch).all()) for batch in inputs):
             raise ModelError(f"the inputs of {self._prefix}.{LINEARS[stage][0]} overflow: a broken model?")
@@ -214,7 +226,7 @@ class _Layer:
         for name in names:
             self.finished[f"{name}.weight"] = chosen[name].dense(torch.float32)
             self._packed[name] = pack(self._scheme, chosen[name])
-        return [self._report(name, rows) for name in LINEARS[stage]]
+        return [self._report(name, rows, peaks) for name in LINEARS[stage]]
 
     def _choose(self, names: list[str], inputs: list[Tensor]) -> dict[str, Quantized]:
         """The quantized weights of linear layers that read the same."""
@@ -245,7 +257,7 @@ class _Layer:
         )
         return dict(zip(names, _rows_of(together, counts), strict=True))
 
-    def _report(self, name: str, inputs: Tensor) -> LinearReport:
+    def _report(self, name: str, inputs: Tensor, peaks: tuple[float, float]) -> LinearReport:
         weight, finished = self._source[f"{name}.weight"], self.finished[f"{name}.weight"]
         kept = name in self._kept
         expected = F.linear(inputs, weight)
@@ -266,6 +278,8 @@ class _Layer:
             relative_error=error,
             output_error=relative(F.linear(rounded, finished), expected),
             rounded_error=rounded_error,
+            source_input_peak=peaks[0],
+            input_peak=peaks[1],
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -280,28 +294,6 @@ class _Layer:
         return found
 
 
-class _Padded:
-    """Passages of any length in rectangular batches: what follows the end of one cannot reach back into it."""
-
-    def __init__(self, passages: list[Tensor]) -> None:
-        ordered = sorted(passages, key=len)
-        self.batches: list[Tensor] = []
-        self._passages: list[list[Tensor]] = []
-        while ordered:
-            count = max(1, BATCH_TOKENS // len(ordered[-1]))
-            taken, ordered = ordered[-count:], ordered[:-count]
-            self._passages.append(taken)
-            self.batches.append(torch.nn.utils.rnn.pad_sequence(taken, batch_first=True))
-
-    def passages(self, source: list[Tensor], result: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(ids, hidden states of one stream, of the other) without the padding."""
-        return [
-            (tokens, source[batch][row, : len(tokens)], result[batch][row, : len(tokens)])
-            for batch, passages in enumerate(self._passages)
-            for row, tokens in enumerate(passages)
-        ]
-
-
 def round_activations(z: Tensor, kind: Activations) -> Tensor:
     """What the engine's products see of `z` [..., in]."""
     if kind == "float":
@@ -309,6 +301,15 @@ def round_activations(z: Tensor, kind: Activations) -> Tensor:
     rows = z.reshape(-1, z.shape[-1])
     values, scale = round_rows_int8(rows) if kind == "int8" else round_rows_fp8(rows)
     return (values.float() * scale).view(z.shape)
+
+
+def smoothed_stages(options: ConvertOptions) -> tuple[Stage, ...]:
+    """Whose inputs are smoothed."""
+    if options.rotate != "none":
+        return ROTATED_STAGES[options.rotate]
+    if options.scheme.granularity == "tensor":  # rows that move against each other need a scale each
+        return NORM_STAGES
+    return STAGES
 
 
 def _is_solved(scheme: Scheme) -> bool:
@@ -331,12 +332,6 @@ def stored_dtype(tensor: Tensor) -> torch.dtype:
     return torch.bfloat16
 
 
-def _pass(stream: Stream, forward: LayerForward, weights: Weights, linear: Linear | None = None) -> None:
-    stream.begin(forward, weights)
-    for stage in STAGES:
-        stream.advance(forward, stage, weights, linear or plain(weights))
-
-
 def _refuse_misfits(checkpoint: Checkpoint, options: ConvertOptions) -> None:
     """Before any work: raises ModelError if groups do not fit a linear layer that is to be quantized."""
     if options.scheme.group_size < 0:
@@ -350,6 +345,21 @@ def _refuse_misfits(checkpoint: Checkpoint, options: ConvertOptions) -> None:
                     groups_of(shapes[f"{name}.weight"][1], options.scheme.group_size)
                 except ModelError as error:
                     raise ModelError(f"{full}: {error}") from error
+
+
+def _embedding(checkpoint: Checkpoint) -> Tensor:
+    """Read when it is needed: it is larger than a layer."""
+    a, name = checkpoint.architecture, "model.embed_tokens.weight"
+    return _finite(checkpoint.read(name, (a.vocab_size, a.hidden), torch.float32), name)
+
+
+def _ending(checkpoint: Checkpoint) -> tuple[Tensor, Tensor]:
+    """What follows the last layer: norm and head."""
+    a, norm_name, name = checkpoint.architecture, "model.norm.weight", "lm_head.weight"
+    last = _finite(checkpoint.read(norm_name, (a.hidden,), torch.float32), norm_name)
+    if checkpoint.tied:
+        return last, _embedding(checkpoint)
+    return last, _finite(checkpoint.read(name, (a.vocab_size, a.hidden), torch.float32), name)
 
 
 def _finite(tensor: Tensor, name: str) -> Tensor:

@@ -4,11 +4,13 @@ What a conversion is asked to do, as one frozen value.
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import msgspec
 
 from quant.formats.scheme import Scheme
 
+Rotation = Literal["none", "offline", "full"]
 Progress = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, how much there is)"""
 
@@ -24,10 +26,12 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     """gptq: whose solver; native is `quant.gptq`, auto-gptq that package's."""
     smooth: float | None = None
     """int8 and fp8: SmoothQuant's alpha, 0 being no smoothing; None: searched, layer by layer."""
+    rotate: Rotation = "none"
+    """int8: offline, into the basis of `quant.formats.rotation`; full, with the inputs of down_proj mixed as well."""
     keep: tuple[str, ...] = ()
     """Linear layers that stay floats: `model.layers.3.mlp.down_proj`, any part of it between dots, or a pattern."""
     seed: int = 0
-    """Of whatever is drawn at random: which calibration tokens a search looks at."""
+    """Of whatever is drawn at random: the signs of a rotation."""
     device: str = "cpu"
     """Where layers are computed and solved, one at a time.  Activations wait in the host's memory."""
 

@@ -11,7 +11,7 @@ from quant.formats.architecture import Architecture
 from quant.formats.checkpoint import Checkpoint
 from quant.formats.scheme import Scheme
 from quant.forward import ALL_LINEARS, layer_shapes
-from quant.options import matches
+from quant.options import Rotation, matches
 from quant.settings import GROUP_SIZES
 
 FLOAT_BYTES = 2  # what stays a float is float16 or bfloat16 in the result
@@ -47,7 +47,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return 3 + TENSORS_PER_LINEAR * len(self.linears)
 
 
-def plan(checkpoint: Checkpoint, scheme: Scheme, keep: tuple[str, ...]) -> Plan:
+def plan(checkpoint: Checkpoint, scheme: Scheme, keep: tuple[str, ...], *, rotate: Rotation = "none") -> Plan:
     """The plan.  Raises UserError for a pattern that matches nothing, and for sizes that the scheme cannot have."""
     a = checkpoint.architecture
     shapes = layer_shapes(a)
@@ -64,7 +64,8 @@ def plan(checkpoint: Checkpoint, scheme: Scheme, keep: tuple[str, ...]) -> Plan:
     if all(linear.kept for linear in linears):
         raise UserError("--keep leaves nothing to quantize")
     _check_sizes([linear for linear in linears if not linear.kept], scheme)
-    return Plan(linears=tuple(linears), other_bytes=_other_bytes(a, checkpoint.tied), tied=checkpoint.tied)
+    tied = checkpoint.tied and rotate == "none"  # rotated, embedding and head are different matrices
+    return Plan(linears=tuple(linears), other_bytes=_other_bytes(a, tied), tied=tied)
 
 
 def _near(pattern: str, names: list[str]) -> str:

@@ -18,6 +18,8 @@ class LinearReport(msgspec.Struct, frozen=True, kw_only=True):
     sqnr_db: float | None  # signal to quantization noise of the weights; None: no noise
     relative_error: float  # of the weights
     output_error: float  # of the layer's output on the calibration inputs, their rounding included
+    source_input_peak: float  # a token's largest input over their root mean square, mean over the evaluation text
+    input_peak: float  # the same in the result, rotated or smoothed
     rounded_error: float | None = None  # the same after plain rounding, where weights were fitted: same bits and groups
 
 

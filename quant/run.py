@@ -32,8 +32,8 @@ from quant.options import ConvertOptions, Progress
 from quant.plan import Plan, plan
 from quant.progress import progress
 from quant.report import Measured
-from quant.settings import SOLVED, QuantizeSettings
-from quant.source_config import config_of
+from quant.settings import BY_NAME, SOLVED, QuantizeSettings
+from quant.source_config import config_of, rotated_config
 from quant.text_files import is_quantized, tokenizing, write_text_files
 from quant.texts import EVALUATION, SEQUENCE_TOKENS, read_calibration, read_evaluation, sample
 from quant.write import (
@@ -93,7 +93,7 @@ def _run(settings: QuantizeSettings, environ: dict[str, str], work: Convert) -> 
     if method is not None:
         raise UserError(f"{model.path} is quantized already ({method}): name the float model that it was made from")
     checkpoint = open_checkpoint(model.path)
-    planned = plan(checkpoint, settings.scheme, settings.keep)
+    planned = plan(checkpoint, settings.scheme, settings.keep, rotate=settings.rotate)
     if settings.dry_run:
         _print_plan(settings, model, planned)
         return 0
@@ -173,6 +173,7 @@ class _Conversion:
                 damp=settings.damp,
                 backend=settings.backend,
                 smooth=settings.smooth,
+                rotate=settings.rotate,
                 keep=settings.keep,
                 seed=settings.seed,
                 device=settings.device,
@@ -214,6 +215,8 @@ class _Conversion:
         if report.scheme.method == "gptq":
             quantization["damp_percent"] = report.settings.damp
         config = config_of(self._model.path, self._checkpoint, dtype=dtype)
+        if self._settings.rotate != "none":
+            config = rotated_config(config, points=report.scheme.mix)
         config |= {"quantization_config": quantization, "pellucid": {"origin": self._checkpoint.origin}}
         write_json(folder / "config.json", config)
         if report.scheme.method == "gptq":  # others would prefer this file to config.json
@@ -234,6 +237,7 @@ class _Conversion:
                 seed=settings.seed,
                 damp=settings.damp if method in SOLVED else None,
                 smooth=settings.smooth,
+                rotate=settings.rotate if method in BY_NAME["rotate"].schemes else None,
                 keep=settings.keep,
             ),
             source=table.Source(

@@ -13,6 +13,7 @@ import msgspec
 from launch.errors import UserError
 from launch.parse import one_of, parse_text, whole
 from quant.formats.scheme import Granularity, Method, Scheme
+from quant.options import Rotation
 
 Value = str | int | float | None
 Given = Mapping[str, str | bool | tuple[str, ...] | None]
@@ -22,6 +23,8 @@ SCHEMES: tuple[Method, ...] = ("int8", "fp8", "gptq", "nf4", "llm-int8")
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "channel", "group")
 BITS: dict[Method, tuple[int, ...]] = {"int8": (8,), "fp8": (8,), "gptq": (4, 8), "nf4": (4,), "llm-int8": (8,)}
 """What each scheme can have; the first is its default."""
+ROTATIONS: tuple[Rotation, ...] = ("full", "offline", "none")
+ROTATION_DEFAULT: Rotation = "offline"  # what it leaves others can load; `serve` itself rotates in full
 SOLVED: tuple[Method, ...] = ("gptq", "fp8")
 """Whose weights are fitted to the calibration text, layer by layer, and not only rounded."""
 GROUP_SIZES = (32, 64, 128, -1)
@@ -141,6 +144,14 @@ SETTINGS = (
         reason="its activations are not rounded",
     ),
     Setting(
+        name="rotate",
+        metavar="KIND",
+        help=f"int8: full, offline or none, see below. Unset: {ROTATION_DEFAULT}.",
+        parse=one_of(*ROTATIONS),
+        schemes=("int8",),
+        reason="it gains nothing there",
+    ),
+    Setting(
         name="calibration",
         metavar="FILE.txt|jsonl",
         help='Text to calibrate with; of a .jsonl, the "text" of each line. Unset: sampled from the model itself.',
@@ -211,6 +222,7 @@ class QuantizeSettings(msgspec.Struct, frozen=True, kw_only=True):
     damp: float
     backend: str
     smooth: float | None
+    rotate: Rotation
     calibration: Path | None
     calibration_tokens: int
     evaluation: Path | None
@@ -241,6 +253,7 @@ def read_settings(model: str, given: Given) -> QuantizeSettings:
         damp=_number(values["damp"]),
         backend=str(values["backend"]),
         smooth=None if values["smooth"] is None else _number(values["smooth"]),
+        rotate=_rotation(scheme.method, values["rotate"]),
         calibration=_path(values["calibration"]),
         calibration_tokens=_calibration_tokens(scheme.method, values["calibration_tokens"]),
         evaluation=_path(values["eval"]),
@@ -273,6 +286,11 @@ def _calibration_tokens(method: Method, value: Value) -> int:
     if method not in SOLVED and tokens > ROUNDING_TOKENS:
         raise UserError(f"--calibration-tokens: --scheme {method} looks at no more than {ROUNDING_TOKENS}")
     return tokens
+
+
+def _rotation(method: Method, value: Value) -> Rotation:
+    wanted: Rotation = next((kind for kind in ROTATIONS if kind == value), ROTATION_DEFAULT)
+    return wanted if method in BY_NAME["rotate"].schemes else "none"
 
 
 def _number(value: Value) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from quant.formats.architecture import FAMILIES, Architecture, Rope
 from quant.formats.checkpoint import Checkpoint
 from quant.formats.errors import ModelError
+from quant.formats.mixing import mixed_config
 from quant.formats.rope import frequencies
 
 _LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and 3.2
@@ -28,6 +29,12 @@ def config_of(path: Path, checkpoint: Checkpoint, *, dtype: str) -> dict[str, ob
     else:
         config = json.loads((path / "config.json").read_bytes())
     return updated(config, dtype)
+
+
+def rotated_config(config: dict[str, object], *, points: int) -> dict[str, object]:
+    """The same of a rotated model: the head is a tensor of its own, and what is mixed at run time has other names."""
+    untied = config | {"tie_word_embeddings": False}
+    return mixed_config(untied) if points else untied
 
 
 def updated(config: dict[str, object], dtype: str) -> dict[str, object]:

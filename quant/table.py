@@ -60,6 +60,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     damp: float | None  # gptq and fp8 only
     smooth: float | None  # null: searched, or not of this scheme
+    rotate: str | None  # int8 only: none, offline or full
     keep: tuple[str, ...]
 
 
@@ -155,19 +156,30 @@ def _worst_table(report: Report) -> Table:
     by_name = {linear.name: linear for linear in report.linears}
     table = Table(title=f"{report.label} of {report.source.name}: the worst layers", title_justify="left")
     table.add_column("layer", no_wrap=True)
-    columns = ["SQNR dB", "weights", "output", "bits"]
+    columns = ["SQNR dB", "weights", "inputs", "output", "bits"]
     plain = any(linear.rounded_error is not None for linear in report.linears)
-    columns[3:3] = ["plain rounding"] if plain else []
+    columns[4:4] = ["plain rounding"] if plain else []
     for column in columns:
         table.add_column(column, justify="right")
     for name in report.worst:
         linear = by_name[name]
         noise = "" if linear.sqnr_db is None else f"{linear.sqnr_db:.1f}"
-        cells = [noise, f"{linear.relative_error:.4f}", f"{linear.output_error:.4f}"]
+        peaks = f"{linear.source_input_peak:.1f} -> {linear.input_peak:.1f}"
+        cells = [noise, f"{linear.relative_error:.4f}", peaks, f"{linear.output_error:.4f}"]
         if plain:
             cells.append("" if linear.rounded_error is None else f"{linear.rounded_error:.4f}")
         table.add_row(name.removeprefix("model.layers."), *cells, f"{linear.bits_per_weight:.2f}")
     return table
+
+
+def _rotation(report: Report) -> list[tuple[str, str]]:
+    if report.settings.rotate in (None, "none"):
+        return []
+    count = len(report.linears)
+    before = sum(linear.source_input_peak for linear in report.linears) / count
+    after = sum(linear.input_peak for linear in report.linears) / count
+    peaks = f"a token's largest input is {before:.1f} -> {after:.1f} times the typical one, mean over layers"
+    return [("rotation", f"{report.settings.rotate}: {peaks}")]
 
 
 def summary(report: Report, place: Path) -> list[tuple[str, str]]:
@@ -177,6 +189,7 @@ def summary(report: Report, place: Path) -> list[tuple[str, str]]:
     verdict = "passed" if report.gate.passed else f"failed: {'; '.join(report.gate.complaints)}"
     return [
         ("layers", f"{len(report.linears) - kept} quantized, {kept} kept"),
+        *_rotation(report),
         (
             "perplexity",
             f"{quality.source_perplexity:.3f} -> {quality.perplexity:.3f} ({quality.perplexity_increase:+.2%}) "

@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from quant.formats.errors import ModelError
+from quant.formats.mixing import plain_name
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
@@ -256,7 +257,8 @@ def _family(content: bytes) -> str:
     """`llama`, `mistral`, ...  Raises ModelError that names what the file has instead."""
     name = _decode(content, _NameJson, "config.json")
     found = name.architectures or (name.model_type or "an unnamed architecture",)
-    family = FAMILIES.get(found[0], found[0] if name.architectures is None else "")
+    known = plain_name(found[0])
+    family = FAMILIES.get(known, known if name.architectures is None else "")
     if len(found) != 1 or family not in FAMILIES.values():
         raise ModelError(f"{' + '.join(found)} is not supported: {SUPPORTED}; choose such a model")
     return family

@@ -19,6 +19,7 @@ from quant.formats.errors import ModelError
 from quant.formats.gguf_weights import open_gguf
 from quant.formats.kept import is_kept
 from quant.formats.layouts import read_scheme, suffixes, unpack
+from quant.formats.mixing import is_mixed, mix_points
 from quant.formats.scheme import Scheme
 from quant.formats.weights import Quantized
 
@@ -125,6 +126,9 @@ def _open_directory(directory: Path) -> Checkpoint:
     if quantization is not None and not isinstance(quantization, dict):
         raise ModelError("quantization_config of config.json is no object: download the model again")
     scheme = None if quantization is None else read_scheme(quantization)
+    points = 0 if scheme is None else scheme.mix
+    if is_mixed(config) != (points > 0) or points not in (0, mix_points(architecture.intermediate)):
+        raise ModelError("config.json contradicts itself about mixed inputs: convert the model again, and edit nothing")
     ours = config.get("pellucid")  # what our converter notes of the weights that it was given
     origin = str(ours.get("origin", "")) if isinstance(ours, dict) else ""
     identified = (directory / "config.json", *files)

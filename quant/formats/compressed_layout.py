@@ -18,6 +18,7 @@ from quant.formats.bits import pack_words, signed, unpack_words, unsigned
 from quant.formats.errors import ModelError
 from quant.formats.expect import COLUMNS_MAX, FLOATS, Settings, Tensors, shown
 from quant.formats.kept import EXPRESSION, HEAD, checked_kept, to_expression
+from quant.formats.mixing import POINTS, STATUS
 from quant.formats.numbers import groups_of
 from quant.formats.scheme import Granularity, Method, Scheme
 from quant.formats.weights import Affine, Fp8
@@ -29,6 +30,7 @@ _GRANULARITIES: dict[str, Granularity] = {"tensor": "tensor", "channel": "channe
 _UNDERSTOOD = frozenset(("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder"))
 _HARMLESS = frozenset(("observer", "observer_kwargs", "scale_dtype", "zp_dtype"))  # how scales came about; their type
 _CALIBRATED = ("compressed", "frozen")  # early llm-compressor wrote "frozen" above compressed weights
+_MIX = "pellucid_mix"  # nobody else writes it
 _NAN = 0x7F  # of e4m3, without its sign
 
 
@@ -120,6 +122,7 @@ def config(scheme: Scheme) -> dict[str, object]:
             "strategy": "token",
             "dynamic": True,
         }
+    mixed: dict[str, object] = {"quantization_status": STATUS, _MIX: scheme.mix} if scheme.mix else {}
     return {
         "quant_method": "compressed-tensors",
         "format": _FORMATS[scheme.method],
@@ -127,13 +130,13 @@ def config(scheme: Scheme) -> dict[str, object]:
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": [HEAD, *scheme.kept],
-    }
+    } | mixed
 
 
 def read(settings: Settings) -> Scheme:
     """The scheme of such a configuration, whoever wrote it.  Raises ModelError."""
     status = settings.text("quantization_status", "compressed")
-    if status not in _CALIBRATED:
+    if status not in (*_CALIBRATED, STATUS):
         raise ModelError(f"compressed-tensors with status {shown(status)} has no compressed weights: compress it first")
     for key, way_out in (("sparsity_config", "without sparsity"), ("transform_config", "without transforms")):
         extra = settings.inner(key)
@@ -156,7 +159,18 @@ def read(settings: Settings) -> Scheme:
             raise settings.wrong("config_groups", "groups with targets")
         entries.append(f"{EXPRESSION}(?!{'|'.join(meant)})")
     kept = checked_kept(entries, "quantization_config.ignore")
-    return msgspec.structs.replace(schemes[0], kept=kept)
+    points = _mixed(settings, status)
+    if points and schemes[0].method != "int8":
+        raise settings.wrong(_MIX, "none, for these weights")
+    return msgspec.structs.replace(schemes[0], kept=kept, mix=points)
+
+
+def _mixed(settings: Settings, status: str) -> int:
+    """By how many points the inputs of down_proj are mixed; the status must agree."""
+    points = settings.integer(_MIX, 0)
+    if (status == STATUS) != (points > 0) or points not in (0, *POINTS):
+        raise settings.wrong(_MIX, f"one of {', '.join(map(str, POINTS))} with the status {STATUS}, and nowhere else")
+    return points
 
 
 def _groups(settings: Settings) -> Iterator[Settings]:

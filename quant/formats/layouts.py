@@ -15,6 +15,7 @@ from quant.formats import bnb_layout, compressed_layout, gptq_layout
 from quant.formats.errors import ModelError
 from quant.formats.expect import Settings, Tensors, shown
 from quant.formats.kept import checked_kept
+from quant.formats.mixing import POINTS
 from quant.formats.scheme import Scheme
 from quant.formats.weights import Affine, Fp8, LlmInt8, Nf4, Quantized
 
@@ -124,7 +125,8 @@ def _check(scheme: Scheme) -> None:
     only_gptq = scheme.method == "gptq" or not (scheme.desc_act or scheme.zeros_v2)
     only_nf4 = scheme.method == "nf4" or not scheme.double_quant
     signs = scheme.symmetric or scheme.method in ("gptq", "packed")
-    if not (fits and grouped and only_gptq and only_nf4 and signs):
+    mixes = scheme.mix == 0 or (scheme.method == "int8" and scheme.mix in POINTS)
+    if not (fits and grouped and only_gptq and only_nf4 and signs and mixes):
         raise ModelError(
             f"no format is {scheme.method} of {scheme.bits} bits by {scheme.granularity} in {scheme.group_size}: "
             "a group size goes with granularity group, bits with the method"

@@ -2,17 +2,19 @@
 What rotation leaves for run time: a Hadamard transform of the inputs of down_proj, which SiLU keeps out of the weights.
 
 A checkpoint that needs it says so where nobody can miss it: another loader would multiply what was not mixed, and give
-nonsense.  So the names of its architecture and of its number format in config.json are ours, which others refuse.
+nonsense.  So config.json names an architecture, and a status of the weights, that are ours and that others refuse.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 LANES = 16  # neighbouring channels that are mixed alike: a vector of float32
-ARCHITECTURE, MODEL_TYPE, FORMAT = "Pellucid", "pellucid_", "-mixed"  # before, before and behind the usual name
-_POINTS_MAX = 32
+POINTS = (2, 4, 8, 16, 32)
+STATUS = "compressed-mixed"  # of a number format, where others know `compressed`
+_ARCHITECTURE, _MODEL_TYPE = "Pellucid", "pellucid_"  # before the usual names
 
 
 def mix(x: Tensor, points: int) -> Tensor:
@@ -37,7 +39,7 @@ def mix(x: Tensor, points: int) -> Tensor:
 
 def mix_points(intermediate: int) -> int:
     """How many channels `mix` combines in a model with so many columns of down_proj; 0: none."""
-    points = math.gcd(intermediate // LANES, _POINTS_MAX)
+    points = math.gcd(intermediate // LANES, POINTS[-1])
     return 0 if intermediate % LANES or points == 1 else points
 
 
@@ -51,5 +53,17 @@ def hadamard(points: int) -> Tensor:
 
 
 def plain_name(name: str) -> str:
-    """The usual name of an architecture or model type, if it is one of ours."""
-    return name.removeprefix(ARCHITECTURE).removeprefix(MODEL_TYPE)
+    """The usual name of an architecture or a model type."""
+    return name.removeprefix(_ARCHITECTURE).removeprefix(_MODEL_TYPE)
+
+
+def mixed_config(config: Mapping[str, object]) -> dict[str, object]:
+    """config.json under names that no other loader knows."""
+    names = config.get("architectures")
+    named = [f"{_ARCHITECTURE}{name}" for name in names] if isinstance(names, list) else []
+    return {**config, "architectures": named, "model_type": f"{_MODEL_TYPE}{config.get('model_type', '')}"}
+
+
+def is_mixed(config: Mapping[str, object]) -> bool:
+    """Whether config.json has such names."""
+    return str(config.get("model_type")).startswith(_MODEL_TYPE)

@@ -52,12 +52,15 @@ def rotated(checkpoint: Checkpoint, *, seed: int = 0, online: bool) -> Checkpoin
     )
 
 
+def for_rounding(checkpoint: Checkpoint, scheme: Scheme, *, seed: int = 0, online: bool) -> tuple[Checkpoint, Scheme]:
+    """The rotated model, and the scheme that it has once it is rounded to `scheme`: with what is left to mix."""
+    points = mix_points(checkpoint.architecture.intermediate) if online else 0
+    return rotated(checkpoint, seed=seed, online=online), msgspec.structs.replace(scheme, mix=points)
+
+
 def for_loading(checkpoint: Checkpoint, scheme: Scheme) -> tuple[Checkpoint, Scheme]:
     """What a float checkpoint that is to be rounded to `scheme` is read as, and the scheme that it has then."""
-    if scheme.method != "int8":
-        return checkpoint, scheme
-    mixed = msgspec.structs.replace(scheme, mix=mix_points(checkpoint.architecture.intermediate))
-    return rotated(checkpoint, online=True), mixed
+    return for_rounding(checkpoint, scheme, online=True) if scheme.method == "int8" else (checkpoint, scheme)
 
 
 def hartley(points: int) -> Tensor:

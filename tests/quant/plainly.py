@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quant.formats.checkpoint import Checkpoint
 from quant.formats.layouts import pack
+from quant.formats.rotation import for_rounding
 from quant.formats.rounding import round_weight
 from quant.forward import ALL_LINEARS, layer_shapes
 from quant.options import ConvertOptions, Progress
@@ -45,6 +46,9 @@ class Plainly:
     ) -> Measured:
         """Round every layer."""
         self.calibration, self.evaluation = calibration, evaluation
+        if options.rotate != "none":
+            checkpoint, scheme = for_rounding(checkpoint, options.scheme, online=options.rotate == "full")
+            options = msgspec.structs.replace(options, scheme=scheme)
         a, dtype = checkpoint.architecture, torch.bfloat16
         sink(
             {"model.embed_tokens.weight": checkpoint.read("model.embed_tokens.weight", (a.vocab_size, a.hidden), dtype)}
@@ -84,4 +88,6 @@ def _report(name: str, shape: tuple[int, ...], kept: bool, number: int) -> Linea
         sqnr_db=None if kept else 40.0 - number,
         relative_error=0.0 if kept else 0.01,
         output_error=0.0 if kept else number / 1000,
+        source_input_peak=9.0,
+        input_peak=3.0,
     )

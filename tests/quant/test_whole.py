@@ -7,12 +7,17 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file, save_file
 
+from quant.convert import relative
 from quant.formats.checkpoint import open_checkpoint
+from quant.formats.errors import ModelError
 from quant.table import Report
 from quant.text_files import tokenizing
 from quant.texts import read_evaluation
+from tests.quant.plainly import Plainly
+from tests.quant.running import Runner
 from tests.quant.small import Done, complaint, leftovers, run_command, write_model
 from tests.torch.tiny import load, logits
 
@@ -69,6 +74,65 @@ def test_the_engine_runs_what_comes_out(
     assert all(0 < linear.output_error < 0.5 for linear in report.linears)
     for place, told in ((source, report.quality.source_perplexity), (out, report.quality.perplexity)):
         assert perplexity(place, calibration) == pytest.approx(told, rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns about itself
+@pytest.mark.parametrize("kind", ["none", "offline", "full"])
+def test_rotated_checkpoints(
+    kind: str,
+    arguments: tuple[str, ...],
+    source: Path,
+    calibration: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The engine reads all; transformers reads what needs no mixing, and refuses the rest whatever it is asked for."""
+    out = tmp_path / "out"
+    done = run_command([*arguments, "--scheme", "int8", "--rotate", kind, "--out", str(out)], capsys)
+    assert done.code == 0, done
+    report = msgspec.json.decode((out / "report.json").read_bytes(), type=Report)
+    opened = open_checkpoint(out)
+    assert (report.settings.rotate, report.label) == (kind, "int8")
+    assert opened.scheme == report.scheme and report.scheme.mix == (2 if kind == "full" else 0)
+    assert opened.architecture == open_checkpoint(source).architecture
+    assert perplexity(out, calibration) == pytest.approx(report.quality.perplexity, rel=0.01)
+    tokens = list(range(3, 40))
+    found, expected = logits(load(out), tokens), logits(load(source), tokens)
+    assert relative(found, expected) < 0.1
+    if kind == "full":
+        for loader in (transformers.AutoConfig, transformers.AutoModelForCausalLM):
+            with pytest.raises(ValueError, match="pellucid_llama"):
+                loader.from_pretrained(out)
+        with pytest.raises(ValueError, match="compressed-mixed"):
+            transformers.LlamaForCausalLM.from_pretrained(out)
+    else:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        with torch.inference_mode():
+            assert relative(theirs(torch.tensor([tokens])).logits[0].float(), expected) < 0.1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+        {"quantization_config": {"pellucid_mix": None, "quantization_status": "compressed"}},
+        {"quantization_config": {"pellucid_mix": 4}},
+        {"quantization_config": {"pellucid_mix": 3}},
+        {"quantization_config": {"quantization_status": "compressed"}},
+        {"quantization_config": {"pellucid_mix": None}},
+        {"quantization_config": None},
+    ],
+)
+def test_a_mixed_checkpoint_that_somebody_edited_is_refused(
+    changes: dict[str, object], runner: Runner, tmp_path: Path
+) -> None:
+    assert runner(Plainly(), rotate="full") == 0
+    config = json.loads((runner.out / "config.json").read_text())
+    for key, value in changes.items():
+        config[key] = config[key] | value if isinstance(value, dict) else value
+    (runner.out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError):
+        open_checkpoint(runner.out)
 
 
 def test_the_same_seed_gives_the_same_bytes(

@@ -18,7 +18,7 @@ from quant.formats.errors import ModelError
 from quant.formats.layouts import suffixes, unpack
 from quant.formats.scheme import Scheme
 from quant.forward import ALL_LINEARS, LayerForward, layer_shapes, norm
-from quant.options import ConvertOptions, matches
+from quant.options import ConvertOptions, Rotation, matches
 from quant.report import Measured
 from tests.torch.tiny import write_model
 
@@ -36,7 +36,10 @@ SCHEMES: dict[str, Scheme] = {
     "gptq-8bit": Scheme(method="gptq", bits=8, granularity="group", group_size=32),
     "nf4": Scheme(method="nf4", bits=4),
     "llm-int8": Scheme(method="llm-int8", bits=8),
+    "int8-offline": Scheme(method="int8", bits=8),
+    "int8-full": Scheme(method="int8", bits=8),
 }
+ROTATIONS: dict[str, Rotation] = {"int8-offline": "offline", "int8-full": "full"}
 
 
 class Conversion:
@@ -79,7 +82,8 @@ def conversions(model: Path) -> Iterator[Callable[[str], Conversion]]:
         if name in ("nf4", "llm-int8"):
             pytest.importorskip("bitsandbytes")
         if name not in made:
-            made[name] = Conversion(open_checkpoint(model), ConvertOptions(scheme=SCHEMES[name]))
+            options = ConvertOptions(scheme=SCHEMES[name], rotate=ROTATIONS.get(name, "none"))
+            made[name] = Conversion(open_checkpoint(model), options)
         return made[name]
 
     yield conversion
@@ -111,7 +115,7 @@ def logits_of_result(found: Conversion, scheme: Scheme, tokens: Tensor) -> Tenso
             seen = round_activations(z, scheme.activations) if name in rounded else z
             return F.linear(seen, weights[f"{name}.weight"])
 
-        x = LayerForward(a, number).whole(x, weights, linear_)
+        x = LayerForward(a, number, found.measured.scheme.mix).whole(x, weights, linear_)
     x = norm(x, found.tensors["model.norm.weight"].float(), a.norm_epsilon)
     return F.linear(x, found.tensors["lm_head.weight"].float())[0]
 
@@ -168,10 +172,11 @@ def test_gptq_beats_rounding_in_every_layer(conversions: Callable[[str], Convers
             assert report.output_error < report.rounded_error, f"{name}: {report.name}"
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq-act", "int8", "fp8"])
+@pytest.mark.parametrize("name", ["gptq", "gptq-act", "int8", "int8-full", "fp8"])
 def test_same_seed_same_bytes(name: str, model: Path, conversions: Callable[[str], Conversion]) -> None:
     torch.manual_seed(99)  # nobody's business
-    again = Conversion(open_checkpoint(model), ConvertOptions(scheme=SCHEMES[name]))
+    options = ConvertOptions(scheme=SCHEMES[name], rotate=ROTATIONS.get(name, "none"))
+    again = Conversion(open_checkpoint(model), options)
     first = conversions(name)
     assert again.names == first.names
     for tensor_name, tensor in first.tensors.items():
@@ -206,6 +211,38 @@ def test_smoothing_as_asked(alpha: float, model: Path) -> None:
     for name in ("input_layernorm", "post_attention_layernorm"):
         full = f"model.layers.0.{name}.weight"
         assert torch.equal(found.tensors[full], source[full].bfloat16()) == (alpha == 0)
+
+
+@pytest.mark.parametrize("rotate", ["offline", "full"])
+def test_rotation_changes_nothing_but_the_rounding(rotate: Rotation, tmp_path: Path) -> None:
+    """With all layers kept what is left is the stored dtype; a tied head becomes a tensor of its own."""
+    checkpoint = open_checkpoint(write_model(tmp_path / "m", intermediate_size=192, tie_word_embeddings=True))
+    found = Conversion(checkpoint, ConvertOptions(scheme=SCHEMES["int8"], rotate=rotate, keep=("model",)))
+    assert found.measured.quality.kl_mean < 1e-3
+    assert found.measured.scheme.mix == (4 if rotate == "full" else 0)
+    assert found.names[-2:] == ["model.norm.weight", "lm_head.weight"]
+    head, embedding = found.tensors["lm_head.weight"], found.tensors["model.embed_tokens.weight"]
+    assert head.shape == embedding.shape and not torch.equal(head, embedding)
+    assert torch.equal(found.tensors["model.norm.weight"], torch.ones(96).bfloat16())
+
+
+def test_the_report_tells_what_became_of_outliers(tmp_path: Path) -> None:
+    """One channel of the residual stream, and one inside the MLP, far larger than the others."""
+    directory = write_model(tmp_path / "model", intermediate_size=192)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:, 11] *= 30
+    for layer in (0, 1):
+        tensors[f"model.layers.{layer}.mlp.up_proj.weight"][70] *= 30
+    save_file(tensors, directory / "model.safetensors")
+    peaks = {}
+    for rotate in ("none", "offline", "full"):
+        options = ConvertOptions(scheme=SCHEMES["int8"], smooth=0.0, rotate=rotate)
+        reports = Conversion(open_checkpoint(directory), options).measured.linears
+        peaks[rotate] = {report.name: report.input_peak / report.source_input_peak for report in reports}
+    for name, share in peaks["none"].items():
+        assert math.isclose(share, 1, rel_tol=0.05), name
+        assert name.endswith(("o_proj", "down_proj")) or peaks["offline"][name] < 0.5
+        assert not name.endswith("down_proj") or (peaks["offline"][name] > 0.9 and peaks["full"][name] < 0.6)
 
 
 def test_tied_head_is_left_out(tmp_path: Path) -> None:
