@@ -62,6 +62,7 @@ bench: $(VENV)/everything.stamp
 quality: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull
 	PYTHONPATH=. $(BIN)/python tests/bench/bench_quantize.py --write $(ARGS)
+	PYTHONPATH=. $(BIN)/python tests/bench/bench_quality.py --write $(ARGS)
 
 install: $(VENV)/everything.stamp
 

@@ -31,7 +31,7 @@ from quant.quality import Comparison
 from quant.report import Quality
 from quant.text_files import tokenizing
 from quant.texts import EVALUATION, read_evaluation
-from tests.bench.bench_quantize import convert
+from tests.bench.bench_quantize import commit, convert, write
 from tests.torch.rounded import write_rounded_file
 
 CHUNK_TOKENS = 256  # whose logits are in memory together
@@ -133,6 +133,17 @@ def row(run: Run, quality: Quality) -> str:
     )
 
 
+def closing(source: Runner, model: Path, quality: Quality) -> list[str]:
+    """What it was measured on."""
+    details = source.facts.details
+    return [
+        "",
+        f"{model.stem}: perplexity {quality.source_perplexity:.2f} in float32 on {quality.tokens} predictions of the",
+        "text that ships with Pellucid, both sides computed by the engine.  "
+        f"Commit {commit()}, torch {details['torch']}, {details['processor']}, {details['threads']} threads.",
+    ]
+
+
 def main() -> None:
     """Measure all runs, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -141,23 +152,29 @@ def main() -> None:
     parser.add_argument("--only", default="", help="the runs whose label begins so")
     parser.add_argument("--write", action="store_true", help="into docs/quantization.md")
     arguments = parser.parse_args()
+    runs = [run for run in RUNS if run.label.startswith(arguments.only)]
+    if not runs:
+        parser.exit(message=f"no run begins with {arguments.only}\n")
     model = Store(data_dir("", dict(os.environ))).pull(arguments.model).path
     passages = passages_of(model, arguments.tokens)
     source = load(model, Run("float32", dtype="float32"))
-    lines = [
-        "| weights and KV | perplexity | rise | top-1 | KL, nats | KL, 99th percentile |",
-        "|---|---|---|---|---|---|",
-    ]
-    for run in (run for run in RUNS if run.label.startswith(arguments.only)):
+    lines, qualities = list(HEADER), list[Quality]()
+    for run in runs:
         started_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="pellucid-bench-") as folder:
             place = model
             if run.make is not None:
                 place = Path(folder) / "model"
                 run.make(str(model), place)
-            quality = measure(source, load(place, run), passages)
-        lines.append(row(run, quality))
-        print(lines[-1], f"{time.monotonic() - started_s:.0f} s", flush=True)
+            runner = load(place, run)
+            qualities.append(measure(source, runner, passages))
+        lines.append(row(run, qualities[-1]))
+        took_s = time.monotonic() - started_s
+        print(lines[-1], f"{took_s:.0f} s, kernels {runner.facts.details['kernels']}", flush=True)
+    lines += closing(source, model, qualities[-1])
+    print("\n".join(lines[-3:]))
+    if arguments.write:
+        write("\n".join(lines), BEGIN, END)
 
 
 if __name__ == "__main__":

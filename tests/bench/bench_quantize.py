@@ -23,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs/quantization.md"
 BEGIN, END = "<!-- quality: begin, made by make quality -->", "<!-- quality: end -->"
 RUNS = (
-    ("int8",),
+    ("int8", "--rotate", "none"),
+    ("int8", "--rotate", "offline"),
+    ("int8", "--rotate", "full"),
     ("fp8",),
     ("gptq", "--bits", "4", "--group-size", "64"),
     ("nf4",),
@@ -41,11 +43,15 @@ def convert(model: str, run: tuple[str, ...], out: Path) -> Report:
     return msgspec.json.decode(done.stdout, type=Report)
 
 
+def commit() -> str:
+    """The short name of what is checked out."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def table(reports: list[Report]) -> str:
     """Markdown, with what it was measured on."""
     first = reports[0]
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     lines = [
         "| scheme | weights | bits per weight | perplexity | rise | top-1 | KL, nats | gate | seconds | peak memory |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -57,7 +63,7 @@ def table(reports: list[Report]) -> str:
         "",
         f"{first.source.name}: perplexity {quality.source_perplexity:.2f} in float32 on {first.evaluation.origin}",
         f"({quality.tokens} predictions); calibration {calibration.origin}, {tokens} tokens.",
-        f"Bits are those of the linear layers, scales included.  Commit {commit or 'unknown'},",
+        f"Bits are those of the linear layers, scales included.  Commit {commit()},",
         f"torch {first.versions.torch}, {first.host.processor}, {first.host.threads} threads.",
     ]
     return "\n".join(lines)
@@ -65,9 +71,10 @@ def table(reports: list[Report]) -> str:
 
 def row(report: Report) -> str:
     """One line of it."""
-    quality, cost = report.quality, report.cost
+    quality, cost, rotate = report.quality, report.cost, report.settings.rotate
+    label = report.label if rotate is None else f"{report.label}, `--rotate {rotate}`"
     return (
-        f"| {report.label} | {report.size.result_bytes / MIB:.0f} MiB | {bits_per_weight(report):.2f} "
+        f"| {label} | {report.size.result_bytes / MIB:.0f} MiB | {bits_per_weight(report):.2f} "
         f"| {quality.perplexity:.2f} | {quality.perplexity_increase:+.2%} | {quality.top1:.2%} "
         f"| {quality.kl_mean:.4f} | {'passes' if report.gate.passed else 'fails'} "
         f"| {cost.seconds:.0f} | {cost.peak_memory_bytes / MIB:.0f} MiB |"
@@ -81,11 +88,11 @@ def bits_per_weight(report: Report) -> float:
     return sum(bits) / sum(weights)
 
 
-def write(text: str) -> None:
-    """Put it between the marks of the document."""
-    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+def write(text: str, begin: str = BEGIN, end: str = END) -> None:
+    """Put it between these marks of the document."""
+    before, _, rest = DOCUMENT.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    DOCUMENT.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
 def main() -> None:
