@@ -115,16 +115,16 @@ OPTIONS = (
     ),
     Option(
         name="quantization",
-        default="none",
+        default="auto",
         metavar="SCHEME",
-        help="What float weights are rounded to at load: none, int8, fp8 or nf4. A quantized model needs none.",
-        parse=one_of("none", "int8", "fp8", "nf4"),
+        help="What float weights are rounded to at load: none, int8, fp8, nf4; auto: int8 where native kernels run.",
+        parse=one_of("auto", "none", "int8", "fp8", "nf4"),
     ),
     Option(
         name="kv_dtype",
         default="auto",
         metavar="TYPE",
-        help="Keys and values: auto is as --dtype, int8 and fp8 take about half of the memory.",
+        help="Keys and values: int8 or fp8; auto: int8 beside quantized weights on native kernels, else as --dtype.",
         parse=one_of("auto", "int8", "fp8"),
     ),
     Option(

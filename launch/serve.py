@@ -33,6 +33,7 @@ SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un holds 108, with the zero at the end
 DRAIN_MARGIN_S = 15.0  # after its own drain time the gateway ends what is left, closes, and delivers its last spans
 ENGINE_GRACE_S = 10.0
 RUN_DIR_PREFIX = "serve-"
+PACKED = "packed"  # in the data directory: weights in the order in which the native kernels read them
 
 
 def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], None]) -> int:
@@ -46,7 +47,7 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
     model = Store(data).pull(options.model)
     kv_bytes = check_memory(options, model)
     with run_dir(data) as folder:
-        engine = engine_options(options, model, folder, kv_bytes)
+        engine = engine_options(options, model, folder, data / PACKED, kv_bytes)
         gateway = gateway_options(options, model, port, (engine.listen,))
         supervisor = Supervisor(
             engines=[ChildSpec(name="engine", command=python_command("engine", engine), grace_s=ENGINE_GRACE_S)],
@@ -201,7 +202,7 @@ def child_environ(environ: dict[str, str]) -> dict[str, str]:
     return environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def engine_options(options: ServeOptions, model: Model, folder: Path, kv_bytes: int) -> EngineOptions:
+def engine_options(options: ServeOptions, model: Model, folder: Path, packed: Path, kv_bytes: int) -> EngineOptions:
     """What the engine is told."""
     return EngineOptions(
         model=str(model.path),
@@ -210,6 +211,7 @@ def engine_options(options: ServeOptions, model: Model, folder: Path, kv_bytes: 
         dtype=options.dtype,
         quantization=options.quantization,
         kv_dtype=options.kv_dtype,
+        packed_directory=str(packed),
         threads=options.threads,
         context_max=options.max_context,
         kv_memory_bytes=kv_bytes,

@@ -7,9 +7,11 @@ The seam between the runner and the models that compute: tokens in, logits out.
 Which rows of a step sample, and in which order, is said once, here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.plan import Slice, StepPlan
@@ -17,10 +19,17 @@ from engine.plan import Slice, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What came of one step."""
+    """
+    What came of one step.  Sampling rows are in the order (slice, row of the slice).
 
-    logits: Tensor  # float32 [sampling rows, vocab_size], in the order (slice, row of the slice); the caller may write
-    broken: frozenset[int]  # slices in which the numbers of a known token are none; their logits mean nothing
+    The best token of a row comes with every computation; logits are written out only for the rows that need them.
+    """
+
+    best: list[int]  # of each sampling row: the lowest id of the highest logit
+    highest: list[float]  # of each sampling row, the logit; minus infinity if it has no numbers
+    lowest: list[float]
+    logits: Tensor  # float32 [wanted rows, vocab_size], in order; the caller may write
+    broken: frozenset[int]  # slices in which the numbers of a known token are none; their rows mean nothing
     parts: dict[str, int] = field(default_factory=dict)  # where the time went, in ns, as far as the model can tell
 
 
@@ -42,8 +51,12 @@ class Model(Protocol):
         """Whether a row's result was found not to depend on its neighbours."""
         ...
 
-    def compute(self, plan: StepPlan) -> Computed:
-        """Compute the rows of a plan that has slices, and write their keys and values."""
+    def compute(self, plan: StepPlan, wanted: Sequence[bool]) -> Computed:
+        """
+        Compute the rows of a plan that has slices, and write their keys and values.
+
+        `wanted` says of each sampling row whether all of its logits are.
+        """
         ...
 
     def logits(self, plan: StepPlan) -> Tensor:
@@ -59,3 +72,13 @@ def sampling_rows(piece: Slice) -> range:
     """Which rows of a slice sample: none, or the last, or one before each draft and the last."""
     count = len(piece.tokens)
     return range(count - 1 - piece.drafts, count) if piece.sample is not None else range(0)
+
+
+def from_logits(logits: Tensor, wanted: Sequence[bool], broken: frozenset[int] = frozenset()) -> Computed:
+    """What a model that has computed the logits of all sampling rows, float32 [rows, vocab_size], says of them."""
+    if not wanted:
+        return Computed([], [], [], logits, broken)
+    lowest, highest = torch.aminmax(logits, dim=-1)
+    keep = torch.tensor(wanted)
+    asked = logits if bool(keep.all()) else logits[keep]
+    return Computed(logits.argmax(-1).tolist(), highest.tolist(), lowest.tolist(), asked, broken)

@@ -23,8 +23,9 @@ from engine.device.machine import give_back_memory, memory_bytes, threads
 from engine.device.model import load_decoder
 from engine.device.native.load import load_native
 from engine.device.native.pack import Unpackable
+from engine.device.native.sampling import NativeDraw
 from engine.device.probe import warm_up_plans
-from engine.device.sampler import NO_NUMBER, sample
+from engine.device.sampler import NO_NUMBER, Draw, choose, needs_logits
 from engine.device.torch_model import assemble
 from engine.device.verify import accepted, row_specs, undrafted
 from engine.device.weights import Weights
@@ -38,9 +39,10 @@ FINGERPRINT_VERSION = "1"  # raise it when the same weights begin to give other 
 class Runner:
     """Implements `engine.device.Device`: a model that computes, and the sampler."""
 
-    def __init__(self, model: Model, facts: DeviceFacts) -> None:
+    def __init__(self, model: Model, facts: DeviceFacts, draw: Draw | None = None) -> None:
         self.facts = facts
         self._model = model
+        self._draw = draw
 
     @staticmethod
     def load(options: EngineOptions, kernels: Kernels | None = None) -> "Runner":
@@ -63,7 +65,8 @@ class Runner:
             if isinstance(error, RuntimeError) and "memory" not in str(error):
                 raise
             raise MemoryShort(f"{options.model} does not fit into memory: choose a smaller model") from error
-        runner = Runner(model, _facts(form, model, context_max, blocks_max))
+        draw = None if form.native is None else NativeDraw(form.native, torch.get_num_threads())
+        runner = Runner(model, _facts(form, model, context_max, blocks_max), draw)
         for plan in warm_up_plans(rows_max=min(options.tokens_step_max, context_max), blocks_max=blocks_max):
             runner.run(plan)
         runner.reset()
@@ -74,11 +77,11 @@ class Runner:
         """Compute one step: the model, then sampling."""
         if not plan.slices:
             return StepResult(step_id=plan.step_id, slices=())
-        computed = self._model.compute(plan)
         specs = [spec for piece in plan.slices if piece.sample is not None for spec in row_specs(piece)]
+        computed = self._model.compute(plan, [needs_logits(spec) for spec in specs])
         started_ns = time.monotonic_ns()
         with torch.inference_mode():
-            rows = sample(computed.logits, specs)
+            rows = choose(computed, specs, self._draw)
         sample_ns = time.monotonic_ns() - started_ns
         results = accepted(plan.slices, rows)
         for i in computed.broken:

@@ -9,14 +9,19 @@ so a row's token does not depend on the others.  Where something has to be sorte
 a candidate list is always a prefix of "most likely first, then lowest id".
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.api import TokenLogprobs
+from engine.device.compute import Computed
 from engine.plan import SampleSpec, SliceResult
+
+Draw = Callable[[Tensor, Sequence[SampleSpec]], list[int]]
+"""One token at random for each row of logits, float32 [rows, vocab_size]."""
 
 NO_NUMBER = "The model's numbers are none: the checkpoint may be broken, or quantized too coarsely."
 FLAT = "The model finds all tokens equally likely: the checkpoint may be broken, or quantized too coarsely."
@@ -24,26 +29,55 @@ GREEDY_BELOW = 1e-5  # a temperature below it is 0: dividing by it would only ov
 _HEAD = 256  # candidates that are sorted before anybody has to sort the whole vocabulary
 
 
-def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SliceResult]:
-    """
-    Choose a token for each of the first `len(specs)` rows of `logits`, float32 [rows, vocab_size]; they are changed.
+def needs_logits(spec: SampleSpec) -> bool:
+    """Whether more than the best token of a row is needed to choose, or to answer."""
+    s = spec.sampling
+    if s.temperature >= GREEDY_BELOW or s.logprobs is not None or s.logit_bias or spec.banned:
+        return True
+    return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
 
-    Each spec is of one row.
-    A row without a number to choose is that row's fault and nobody else's.
+
+def choose(computed: Computed, specs: Sequence[SampleSpec], draw: Draw | None = None) -> list[SliceResult]:
     """
-    degenerate = _degenerate(logits, len(specs))  # before penalties and bans, which would hide it
-    faults = [_adjust(row, spec) for row, spec in zip(logits, specs, strict=False)]
+    Choose a token for each sampling row of a step; each spec is of one row.  The logits are changed.
+
+    A row without a number to choose is that row's fault and nobody else's.  `draw` is for rows that draw at random; by
+    default they do it in torch.
+    """
+    alone = computed.logits.shape[1] == 1  # a vocabulary of one token cannot help it
+    results, asked = [], []
+    for row, (spec, best, highest, lowest) in enumerate(
+        zip(specs, computed.best, computed.highest, computed.lowest, strict=True)
+    ):
+        if not math.isfinite(highest):
+            results.append(SliceResult(fault=NO_NUMBER, degenerate="not_a_number"))
+        elif lowest == highest and not alone:  # before penalties and bans, which would hide it
+            results.append(SliceResult(fault=FLAT, degenerate="flat"))
+        else:
+            results.append(SliceResult((best,)))
+        if needs_logits(spec):
+            asked.append(row)
+    if asked:
+        answers = _sample(computed.logits, [specs[row] for row in asked], draw or _draw)
+        for row, answer in zip(asked, answers, strict=True):
+            if not results[row].fault:
+                results[row] = answer
+    return results
+
+
+def _sample(logits: Tensor, specs: Sequence[SampleSpec], draw: Draw) -> list[SliceResult]:
+    """A token for each row of `logits`, float32 [rows, vocab_size]."""
+    faults = [_adjust(row, spec) for row, spec in zip(logits, specs, strict=True)]
     best, chosen = torch.max(logits, -1)
     usable = torch.isfinite(best).tolist()
-    for row, kind in enumerate(degenerate):
-        if kind:
-            faults[row] = FLAT if kind == "flat" else NO_NUMBER
-        elif not usable[row] and not faults[row]:
+    for row, fine in enumerate(usable):
+        if not fine and not faults[row]:
             faults[row] = "no token is left to choose from"
     tokens: list[int] = chosen.tolist()
     drawn = [row for row, spec in enumerate(specs) if not faults[row] and spec.sampling.temperature >= GREEDY_BELOW]
     if drawn:
-        for row, token in zip(drawn, _draw(logits[drawn], [specs[row] for row in drawn]), strict=True):
+        chances = logits if len(drawn) == len(specs) else logits[drawn]
+        for row, token in zip(drawn, draw(chances, [specs[row] for row in drawn]), strict=True):
             tokens[row] = token
     asked = [row for row, spec in enumerate(specs) if not faults[row] and spec.sampling.logprobs is not None]
     logprobs: dict[int, TokenLogprobs] = {}
@@ -51,20 +85,11 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SliceResult]:
         counts = [specs[row].sampling.logprobs or 0 for row in asked]
         logprobs = dict(zip(asked, _logprobs(logits[asked], [tokens[row] for row in asked], counts), strict=True))
     return [
-        SliceResult(fault=faults[row], degenerate=degenerate[row])
+        SliceResult(fault=faults[row])
         if faults[row]
         else SliceResult((tokens[row],), (logprobs[row],) if row in logprobs else ())
         for row in range(len(specs))
     ]
-
-
-def _degenerate(logits: Tensor, count: int) -> list[str]:
-    """Of each of the first rows, in which way it is no distribution; a vocabulary of one token cannot help it."""
-    lowest, highest = torch.aminmax(logits[:count], dim=-1)
-    numbers = torch.isfinite(highest).tolist()
-    flat = (lowest == highest).tolist()
-    alone = logits.shape[1] == 1
-    return [("flat" if flat[row] and not alone else "") if numbers[row] else "not_a_number" for row in range(count)]
 
 
 def _adjust(row: Tensor, spec: SampleSpec) -> str:

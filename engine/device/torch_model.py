@@ -3,12 +3,13 @@ The decoder in torch as a `Model`: plans become batches, batches hidden rows, so
 """
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.device.batch import Batch, BatchBuilder, padded_rows
-from engine.device.compute import Computed, sampling_rows
+from engine.device.compute import Computed, from_logits, sampling_rows
 from engine.device.kv import BLOCK_SLOTS, KvCache
 from engine.device.model import Decoder
 from engine.device.probe import PROBE_BLOCKS, ROW_TILES, Probe, probe_layers
@@ -30,7 +31,7 @@ class TorchModel:
         self._kv = kv
         self._row_tile = row_tile
 
-    def compute(self, plan: StepPlan) -> Computed:
+    def compute(self, plan: StepPlan, wanted: Sequence[bool]) -> Computed:
         """Forward, then the head for the rows that sample."""
         with torch.inference_mode():
             batch = self._builder.build(plan)
@@ -39,7 +40,7 @@ class TorchModel:
             rows = []
             for piece, last in zip(plan.slices, batch.last_rows, strict=True):
                 rows += [last + 1 - len(piece.tokens) + row for row in sampling_rows(piece)]
-            return Computed(self._logits(x, rows), broken)
+            return from_logits(self._logits(x, rows), wanted, broken)
 
     def logits(self, plan: StepPlan) -> Tensor:
         """All rows."""

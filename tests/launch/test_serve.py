@@ -29,7 +29,7 @@ def model(tmp_path: Path) -> Model:
 
 
 def told(options: ServeOptions, model: Model) -> tuple[EngineOptions, GatewayOptions]:
-    engine = serve.engine_options(options, model, Path("/run"), 64 * MIB)
+    engine = serve.engine_options(options, model, Path("/run"), Path("/data/packed"), 64 * MIB)
     return engine, serve.gateway_options(options, model, 8001, (engine.listen,))
 
 
@@ -46,6 +46,7 @@ GIVEN = {
     "max_batch": "6",
     "max_step_tokens": "7",
     "prefix_cache": "false",
+    "speculative": "3",
     "max_body": "9B",
     "request_timeout": "11",
     "drain": "12",

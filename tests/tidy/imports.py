@@ -69,7 +69,7 @@ TABLE = (
     Row(
         "engine device",
         ("engine.device",),
-        ("engine device", "engine core", "quant.formats"),
+        ("engine device", "engine.device.native.build", "engine core", "quant.formats"),
         ("litestar", "opentelemetry", "prometheus_client", *STORES),
     ),
     Row(
@@ -84,6 +84,12 @@ TABLE = (
         ("launch",),
         ("launch", "engine.api", "engine.config", "gateway.config"),
         ("torch", "litestar", "uvicorn", "transformers"),
+    ),
+    Row(
+        "installation",
+        ("setup", "engine.device.native.build"),
+        (),
+        ("torch", "numpy", "msgspec", "litestar", *STORES),
     ),
     Row("command line", ("pellucid",), ("launch", "quant.command"), ("torch", "litestar", "uvicorn", "transformers")),
 )

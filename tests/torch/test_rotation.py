@@ -15,6 +15,7 @@ from engine.device.kernels.reference import ReferenceKernels
 from engine.device.kernels.torch_fast import TorchFastKernels
 from engine.device.model import load_decoder
 from engine.device.torch_model import assemble
+from engine.device.weights import Weights
 from engine.plan import Slice, StepPlan
 from quant.formats.checkpoint import Checkpoint, open_checkpoint
 from quant.formats.errors import ModelError
@@ -65,7 +66,7 @@ def _rms(found: Tensor, expected: Tensor) -> float:
 
 def _logits(checkpoint: Checkpoint, kernels: Kernels, rounding: Scheme | None = None) -> Tensor:
     """Of the prompt, by a model that is not loaded from a file."""
-    decoder = load_decoder(checkpoint, kernels, torch.float32, rounding)
+    decoder = load_decoder(Weights(checkpoint, torch.float32, rounding), kernels)
     model = assemble(decoder, dtype=torch.float32, kv_dtype="auto", context_max=32, blocks_max=2)
     return model.logits(StepPlan(step_id=1, slices=(Slice(sequence=1, start=0, tokens=tuple(PROMPT), blocks=(0, 1)),)))
 

@@ -10,17 +10,32 @@ import pytest
 import torch
 
 from engine.api import Sampling
-from engine.device.sampler import sample
+from engine.device.compute import from_logits
+from engine.device.native.library import instruction_sets
+from engine.device.native.sampling import NativeDraw
+from engine.device.sampler import Draw, choose, needs_logits
 from engine.plan import SampleSpec, SliceResult
+from tests.torch.kernels import native
 
 VOCAB = 600  # more than the head that is sorted first
 Logits = np.ndarray[tuple[int], np.dtype[np.float32]]
 Real = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
+@pytest.fixture(params=["torch", *instruction_sets()], autouse=True)
+def draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way of drawing at random: in torch, and natively for each instruction set that this processor has."""
+    if request.param != "torch":
+        monkeypatch.setitem(DRAWING, "by", NativeDraw(native(request.param), 2))
+
+
+DRAWING: dict[str, Draw | None] = {"by": None}
+
+
 def _sample(rows: Sequence[Logits], specs: Sequence[SampleSpec]) -> list[SliceResult]:
+    logits = torch.tensor(np.stack(rows[: len(specs)]))
     with torch.inference_mode():
-        return sample(torch.tensor(np.stack(rows)), specs)
+        return choose(from_logits(logits, [needs_logits(spec) for spec in specs]), specs, DRAWING["by"])
 
 
 def _adjusted(logits: Logits, spec: SampleSpec) -> Real:

@@ -91,9 +91,9 @@ def build_or_say_why(target: Path) -> None:
         for instruction_set in INSTRUCTION_SETS:
             (target / library_name(instruction_set)).unlink(missing_ok=True)
         (target / REASON).write_text(f"{error}\n")
-        print(f"pellucid: without native kernels, the engine will compute in torch: {error}", file=sys.stderr)
+        sys.stderr.write(f"pellucid: without native kernels, the engine will compute in torch: {error}\n")
 
 
 if __name__ == "__main__":
     for library in build(LIBRARIES, sanitize="--sanitize" in sys.argv[1:]):
-        print(library)
+        sys.stdout.write(f"{library}\n")

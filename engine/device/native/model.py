@@ -3,6 +3,7 @@ The native decoder as a `Model`: a plan becomes a few arrays of integers, one ca
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -74,24 +75,25 @@ class NativeModel:
         if self._handle is not None:
             self._library.close(self._handle)
 
-    def compute(self, plan: StepPlan) -> Computed:
+    def compute(self, plan: StepPlan, wanted: Sequence[bool]) -> Computed:
         """One call."""
-        rows, outs = [], 0
+        rows: list[int] = []
+        first = 0
         for piece in plan.slices:
-            rows += [outs + row for row in sampling_rows(piece)]
-            outs += len(piece.tokens)
-        return self._step(plan, rows)
+            rows += [first + row for row in sampling_rows(piece)]
+            first += len(piece.tokens)
+        return self._step(plan, rows, wanted)
 
     def logits(self, plan: StepPlan) -> Tensor:
         """All rows."""
         assert len(plan.slices) == 1
-        return self._step(plan, list(range(plan.tokens))).logits
+        return self._step(plan, list(range(plan.tokens)), [True] * plan.tokens).logits
 
     def reset(self) -> None:
         """Forget all KV."""
         self._kv.fill(0)
 
-    def _step(self, plan: StepPlan, out_rows: list[int]) -> Computed:
+    def _step(self, plan: StepPlan, out_rows: list[int], wanted: Sequence[bool]) -> Computed:
         count, pieces = plan.tokens, plan.slices
         assert len({piece.sequence for piece in pieces}) == len(pieces), f"step {plan.step_id}: a sequence twice"
         self._reserve(count)
@@ -103,9 +105,10 @@ class NativeModel:
         positions = (np.arange(count) + np.repeat(starts - firsts, lengths)).astype(np.int32)
         tables = self._tables(plan)
         outs = len(out_rows)
-        wanted = np.array(out_rows, np.int32)
-        logit_rows = np.arange(outs, dtype=np.int32)
-        logits = torch.empty(outs, self._vocab)
+        asked = np.array(wanted, np.int32)
+        logit_rows = np.where(asked, np.cumsum(asked, dtype=np.int32) - 1, -1).astype(np.int32)
+        logits = torch.empty(int(asked.sum()), self._vocab)
+        outs_array = np.array(out_rows, np.int32)
         best, extremes = np.empty(max(outs, 1), np.int32), np.empty((2, max(outs, 1)), np.float32)
         finite, parts = np.empty(len(pieces), np.int32), np.zeros(len(PARTS), np.int64)
         step = Step(
@@ -113,7 +116,7 @@ class NativeModel:
             positions=positions.ctypes.data,
             sequences=sequences.ctypes.data,
             tables=tables.ctypes.data,
-            out_rows=wanted.ctypes.data,
+            out_rows=outs_array.ctypes.data,
             logit_rows=logit_rows.ctypes.data,
             logits=logits.data_ptr(),
             best_ids=best.ctypes.data,
@@ -129,7 +132,14 @@ class NativeModel:
         fault = self._library.step(self._handle, ctypes.byref(step))
         assert fault == 0, f"step {plan.step_id}: {FAULTS[fault]}"
         broken = frozenset(np.flatnonzero(finite == 0).tolist())
-        return Computed(logits, broken, dict(zip(PARTS, parts.tolist(), strict=True)))
+        return Computed(
+            best[:outs].tolist(),
+            extremes[0, :outs].tolist(),
+            extremes[1, :outs].tolist(),
+            logits,
+            broken,
+            dict(zip(PARTS, parts.tolist(), strict=True)),
+        )
 
     def _tables(self, plan: StepPlan) -> "np.ndarray[tuple[int, int], np.dtype[np.int32]]":
         """Block tables as far as they are used, padded with what is no block."""

@@ -105,6 +105,19 @@ int32_t pl_product(const pl_weight* weight, const float* x, float* y, int32_t ro
   return PL_OK;
 }
 
+int32_t pl_sample(const float* logits, int64_t vocab, const pl_draw* draws, int32_t* tokens, int32_t rows, int32_t threads) {
+  try {
+    const int64_t room = pl::padded(static_cast<int>(vocab), pl::kWide);
+    auto weights = pl::memory<float>(room * threads);
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (int r = 0; r < rows; r++)
+      tokens[r] = pl::draw_token(logits + r * vocab, vocab, draws[r], weights.get() + room * omp_get_thread_num());
+  } catch (const std::bad_alloc&) {
+    return PL_NO_MEMORY;
+  }
+  return PL_OK;
+}
+
 double pl_handover_ns(void) {
   alignas(64) static std::atomic<int> turn;
   turn = 0;

@@ -87,6 +87,8 @@ inline __m256 where_seen8(__m256 guard, __m256 v) {
   return _mm256_and_ps(v, _mm256_cmp_ps(guard, _mm256_set1_ps(-INFINITY), _CMP_NEQ_UQ));
 }
 inline Floats where_seen(Floats guard, Floats v) { return {where_seen8(guard.a, v.a), where_seen8(guard.b, v.b)}; }
+inline __m256 keep_from8(__m256 v, __m256 floor) { return _mm256_and_ps(v, _mm256_cmp_ps(v, floor, _CMP_GE_OQ)); }
+inline Floats keep_from(Floats v, Floats floor) { return {keep_from8(v.a, floor.a), keep_from8(v.b, floor.b)}; }
 inline void keep_best8(__m256& best, __m256i& ids, __m256 v, __m256i id) {
   const __m256 better = _mm256_cmp_ps(v, best, _CMP_GT_OQ);
   best = _mm256_blendv_ps(best, v, better);

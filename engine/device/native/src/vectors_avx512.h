@@ -58,6 +58,8 @@ inline Floats lanes_between(Floats v, int first, int last) {
 inline Floats where_seen(Floats guard, Floats v) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(guard, all(-INFINITY), _CMP_NEQ_UQ), v);
 }
+// `v` where it is at least `floor`, 0 elsewhere.
+inline Floats keep_from(Floats v, Floats floor) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, floor, _CMP_GE_OQ), v); }
 // The best values and their ids, lane by lane; an equal value that comes later does not win.
 inline void keep_best(Floats& best, Ints& ids, Floats v, Ints id) {
   const __mmask16 better = _mm512_cmp_ps_mask(v, best, _CMP_GT_OQ);
