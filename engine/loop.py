@@ -90,6 +90,7 @@ class Loop:
         self._spend("plan")
         result = self._compute(plan)
         away = {
+            "batch": result.batch_ns,
             "sample": result.sample_ns,
             "interconnect_wait": result.interconnect_wait_ns,
             "interconnect_transfer": result.interconnect_transfer_ns,
@@ -117,6 +118,7 @@ class Loop:
             ended_ns=self._marked_ns,
             step_ns=self._marked_ns - self._opened_ns,
             parts=self._parts,
+            compute_parts=result.compute_parts,
             tokens=plan.tokens,
             prefill_tokens=outcome.prefill_tokens,
             recompute_tokens=outcome.recompute_tokens,

@@ -67,8 +67,10 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     step_id: int
     slices: tuple[SliceResult, ...]
+    batch_ns: int = 0
     sample_ns: int = 0
     interconnect_wait_ns: int = 0
     interconnect_transfer_ns: int = 0
     interconnect_bytes: int = 0
     straggler: int = -1
+    compute_parts: dict[str, int] = {}  # of telemetry.records.COMPUTE_PARTS

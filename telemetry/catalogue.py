@@ -249,6 +249,15 @@ STEP_METRICS = (
         of_step=lambda step: [((str(step.replica), part), spent_ns) for part, spent_ns in step.parts.items()],
     ),
     Metric(
+        name="pellucid_engine_compute_part_seconds_total",
+        kind="counter",
+        help="Where the compute part of steps went, as far as the decoder can tell.",
+        unit="seconds",
+        labels=("replica", "part"),
+        divisor=NS_PER_S,
+        of_step=lambda step: [((str(step.replica), part), spent_ns) for part, spent_ns in step.compute_parts.items()],
+    ),
+    Metric(
         name="pellucid_engine_tokens_total",
         kind="counter",
         help="Rows computed by engine steps, by the reason for computing them.",

@@ -12,6 +12,7 @@ STEP_PARTS = (
     "publish",  # encode and write the frame of the step before
     "idle",  # nothing to do: waiting for a message
     "plan",  # take messages, choose slices
+    "batch",  # the plan as arrays, and the answers from what came back
     "compute",  # forward pass
     "interconnect_wait",
     "interconnect_transfer",
@@ -19,6 +20,14 @@ STEP_PARTS = (
     "commit",
 )
 """The parts of a step, in the order in which they happen.  They sum to the step."""
+
+COMPUTE_PARTS = (
+    "products",  # matrix products of the layers
+    "attention",
+    "elements",  # norms, rounding to 8 bits, positions, writing the cache
+    "head",  # the last norm, the logits, the best of them
+)
+"""Where `compute` went, as the first thread of a native step sees it; a decoder that cannot tell says nothing."""
 
 ENGINE_STATES = (
     "queue_batch_full",  # every sequence place of the batch is taken
@@ -135,6 +144,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended_ns: int
     step_ns: int
     parts: dict[str, int]  # of STEP_PARTS; they sum to step_ns
+    compute_parts: dict[str, int] = {}  # of COMPUTE_PARTS: of `compute`, as far as the decoder can tell
     tokens: int = 0  # rows computed
     prefill_tokens: int = 0  # rows of prompts, for the first time
     recompute_tokens: int = 0  # rows paid again after preemption

@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from telemetry.records import DEGENERATE_KINDS, ENGINE_STATES, GATEWAY_STATES, STEP_PARTS, RequestRecord, StepRecord
+from telemetry.records import (
+    COMPUTE_PARTS,
+    DEGENERATE_KINDS,
+    ENGINE_STATES,
+    GATEWAY_STATES,
+    STEP_PARTS,
+    RequestRecord,
+    StepRecord,
+)
 
 NS_PER_S = 1_000_000_000
 OTHER = "other"
@@ -80,7 +88,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "outcome": OUTCOMES,
     "status_class": ("1xx", "2xx", "3xx", "4xx", "5xx", "none"),
     "state": (*STATES, OTHER),
-    "part": (*STEP_PARTS, OTHER),
+    "part": (*STEP_PARTS, *COMPUTE_PARTS, OTHER),
     "place": KV_PLACES,
     "book": BOOKS,
     "source": ("computed", "cached"),

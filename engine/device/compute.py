@@ -30,7 +30,8 @@ class Computed:
     lowest: list[float]
     logits: Tensor  # float32 [wanted rows, vocab_size], in order; the caller may write
     broken: frozenset[int]  # slices in which the numbers of a known token are none; their rows mean nothing
-    parts: dict[str, int] = field(default_factory=dict)  # where the time went, in ns, as far as the model can tell
+    batch_ns: int = 0  # of the time that it took: making arrays of the plan, and these answers
+    parts: dict[str, int] = field(default_factory=dict)  # of the rest: telemetry.records.COMPUTE_PARTS, if it can tell
 
 
 class Model(Protocol):

@@ -77,22 +77,33 @@ class Runner:
         """Compute one step: the model, then sampling."""
         if not plan.slices:
             return StepResult(step_id=plan.step_id, slices=())
+        began_ns = time.monotonic_ns()
         specs = [spec for piece in plan.slices if piece.sample is not None for spec in row_specs(piece)]
-        computed = self._model.compute(plan, [needs_logits(spec) for spec in specs])
-        started_ns = time.monotonic_ns()
+        wanted = [needs_logits(spec) for spec in specs]
+        computing_ns = time.monotonic_ns()
+        computed = self._model.compute(plan, wanted)
+        sampling_ns = time.monotonic_ns()
         with torch.inference_mode():
             rows = choose(computed, specs, self._draw)
-        sample_ns = time.monotonic_ns() - started_ns
+        sampled_ns = time.monotonic_ns()
         results = accepted(plan.slices, rows)
         for i in computed.broken:
             results[i] = SliceResult(fault=NO_NUMBER, degenerate="not_a_number")
+        batch_ns = computed.batch_ns + computing_ns - began_ns + time.monotonic_ns() - sampled_ns
+        sample_ns = sampled_ns - sampling_ns
         guessed = [i for i in sorted(computed.broken) if plan.slices[i].drafts]
         if guessed:  # Was it a guess that spoilt it?  Nobody has said these tokens yet.
             alone = self.run(StepPlan(step_id=plan.step_id, slices=tuple(undrafted(plan.slices[i]) for i in guessed)))
-            sample_ns += alone.sample_ns
+            batch_ns, sample_ns = batch_ns + alone.batch_ns, sample_ns + alone.sample_ns
             for i, result in zip(guessed, alone.slices, strict=True):
                 results[i] = result
-        return StepResult(step_id=plan.step_id, slices=tuple(results), sample_ns=sample_ns)
+        return StepResult(
+            step_id=plan.step_id,
+            slices=tuple(results),
+            batch_ns=batch_ns,
+            sample_ns=sample_ns,
+            compute_parts=computed.parts,
+        )
 
     def logits(self, plan: StepPlan) -> Tensor:
         """The logits of every row of a plan with one slice, for tests and quality reports: [tokens, vocab_size]."""

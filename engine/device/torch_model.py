@@ -3,7 +3,9 @@ The decoder in torch as a `Model`: plans become batches, batches hidden rows, so
 """
 
 import itertools
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,13 +36,15 @@ class TorchModel:
     def compute(self, plan: StepPlan, wanted: Sequence[bool]) -> Computed:
         """Forward, then the head for the rows that sample."""
         with torch.inference_mode():
+            began_ns = time.monotonic_ns()
             batch = self._builder.build(plan)
+            batch_ns = time.monotonic_ns() - began_ns
             x = self._decoder.forward(batch, self._kv)
             broken = self._broken(plan, batch, x)
             rows = []
             for piece, last in zip(plan.slices, batch.last_rows, strict=True):
                 rows += [last + 1 - len(piece.tokens) + row for row in sampling_rows(piece)]
-            return from_logits(self._logits(x, rows), wanted, broken)
+            return replace(from_logits(self._logits(x, rows), wanted, broken), batch_ns=batch_ns)
 
     def logits(self, plan: StepPlan) -> Tensor:
         """All rows."""

@@ -3,6 +3,7 @@ The native decoder as a `Model`: a plan becomes a few arrays of integers, one ca
 """
 
 import ctypes
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -94,6 +95,7 @@ class NativeModel:
         self._kv.fill(0)
 
     def _step(self, plan: StepPlan, out_rows: list[int], wanted: Sequence[bool]) -> Computed:
+        began_ns = time.monotonic_ns()
         count, pieces = plan.tokens, plan.slices
         assert len({piece.sequence for piece in pieces}) == len(pieces), f"step {plan.step_id}: a sequence twice"
         self._reserve(count)
@@ -129,7 +131,9 @@ class NativeModel:
             table_stride=tables.shape[1],
             outs=outs,
         )
+        called_ns = time.monotonic_ns()
         fault = self._library.step(self._handle, ctypes.byref(step))
+        returned_ns = time.monotonic_ns()
         assert fault == 0, f"step {plan.step_id}: {FAULTS[fault]}"
         broken = frozenset(np.flatnonzero(finite == 0).tolist())
         return Computed(
@@ -138,6 +142,7 @@ class NativeModel:
             extremes[1, :outs].tolist(),
             logits,
             broken,
+            called_ns - began_ns + time.monotonic_ns() - returned_ns,
             dict(zip(PARTS, parts.tolist(), strict=True)),
         )
 

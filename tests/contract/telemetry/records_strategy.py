@@ -4,7 +4,7 @@ Random records whose books close, as the real ones do.
 
 from hypothesis import strategies as st
 
-from telemetry.records import STEP_PARTS, KvBook, RequestRecord, StepRecord
+from telemetry.records import COMPUTE_PARTS, STEP_PARTS, KvBook, RequestRecord, StepRecord
 from telemetry.vocabulary import FINISHED_OUTCOMES, OUTCOMES, ROUTES, STATES
 
 MODEL = "tiny"
@@ -68,6 +68,7 @@ def step_records(draw: st.DrawFn) -> StepRecord:
         ended_ns=draw(st.integers(0, 2**60)),
         step_ns=sum(parts.values()),
         parts=parts,
+        compute_parts={part: draw(spans_ns) for part in COMPUTE_PARTS} if draw(st.booleans()) else {},
         tokens=prefill + recompute + decode + accepted + rejected + abandoned,
         prefill_tokens=prefill,
         recompute_tokens=recompute,
