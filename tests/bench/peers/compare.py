@@ -78,12 +78,13 @@ def loads_of(streams: Sequence[int], prompt_tokens: int, output_tokens: int, lon
 
 
 def prompts_of(text: Sequence[int], load: Load, dice: random.Random) -> list[list[int]]:
-    """One prompt for each request: random tokens, then a window of the text."""
+    """One prompt for each request: a first token that no other has, some random ones, then a window of the text."""
     prompts = []
-    for _ in range(load.requests):
+    for first in dice.sample(sorted(set(text)), load.requests):
         length = load.prompt_tokens - RANDOM_TOKENS
         start = dice.randrange(len(text) - length)
-        prompts.append([dice.choice(text) for _ in range(RANDOM_TOKENS)] + list(text[start : start + length]))
+        noise = [dice.choice(text) for _ in range(RANDOM_TOKENS - 1)]
+        prompts.append([first, *noise, *text[start : start + length]])
     return prompts
 
 
@@ -107,6 +108,9 @@ def measure(
 ) -> list[Point]:
     """All rounds; each sample is told as it comes."""
     points = []
+    first = Load("warm-up", max(load.streams for load in loads), max(load.streams for load in loads), 128, 4)
+    for running in servers:  # what a server leaves to its first requests is no matter of rates
+        run_client(running, prompts_of(text, first, random.Random(f"{seed} warm-up")), first)
     for number in range(rounds):
         turned = servers[number % len(servers) :] + servers[: number % len(servers)]
         for load in loads:
@@ -205,16 +209,14 @@ def versions(peers: Path) -> dict[str, str]:
     """Of everything that takes part."""
     import torch  # takes seconds
 
-    llama_server = str(peers / "llama.cpp/bin/llama-server")
-    said = subprocess.run([llama_server, "--version"], capture_output=True, text=True, check=False)
-    sdist = (peers / "llama.stamp").read_text().strip() if (peers / "llama.stamp").exists() else ""
+    stamp = peers / "llama.stamp"
     code = "from importlib.metadata import version; print(version('openvino-genai'))"
     openvino = subprocess.run(
         [str(peers / "openvino/bin/python"), "-c", code], capture_output=True, text=True, check=False
     )
     return {
         PELLUCID: VERSION,
-        "llama.cpp": f"{sdist}; {' '.join((said.stdout + said.stderr).split())}",
+        "llama.cpp": stamp.read_text().strip() if stamp.exists() else "of unknown origin",
         "OpenVINO GenAI": openvino.stdout.strip(),
         "torch": str(torch.__version__),
         "Python": platform.python_version(),
