@@ -28,14 +28,14 @@ import msgspec
 from engine.__main__ import scheduler_config
 from engine.api import GenerateRequest, Message, Sampling, StepFrame, encode
 from engine.config import EngineOptions
+from engine.device.form import choose_form
 from engine.device.kv import BLOCK_SLOTS, block_bytes
-from engine.device.machine import choose_dtype
 from engine.device.runner import Runner
 from engine.loop import Loop
 from engine.scheduler import Scheduler
 from launch.known import DEFAULT_MODEL
 from launch.options import read_options
-from launch.serve import engine_options
+from launch.serve import PACKED, engine_options
 from launch.store import Model, Store, data_dir
 from quant.formats.checkpoint import open_checkpoint
 from telemetry.records import STEP_PARTS, StepRecord
@@ -235,11 +235,11 @@ def show(row: Row) -> None:
 def options_of(model: Path, settings: list[str]) -> EngineOptions:
     """What `pellucid serve` would tell the engine, with the same room for keys and values as the prototype has."""
     serve = read_options(dict(setting.split("=", 1) for setting in settings), {})
-    options = engine_options(serve, Model(path=model, name="bench"), Path(), 0)
-    form = (choose_dtype(options.dtype), options.kv_dtype)
+    options = engine_options(serve, Model(path=model, name="bench"), Path(), data_dir("", dict(os.environ)) / PACKED, 0)
+    form = choose_form(open_checkpoint(model), options)
     blocks_max = SLOTS // BLOCK_SLOTS
-    kv_bytes = blocks_max * block_bytes(open_checkpoint(model).architecture, *form)
-    return msgspec.structs.replace(options, kv_memory_bytes=kv_bytes, sequences_max=SEQUENCES_MAX)
+    kv_bytes = blocks_max * block_bytes(form.checkpoint.architecture, form.dtype, form.kv_dtype)
+    return msgspec.structs.replace(options, kv_memory_bytes=kv_bytes, sequences_max=SEQUENCES_MAX, drafts_max=0)
 
 
 def arguments_of() -> argparse.Namespace:

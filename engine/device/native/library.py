@@ -29,8 +29,8 @@ TILE = 32  # output channels of a tile
 WIDE = 64  # inputs are padded to a multiple of it
 HEAD_DIM_MAX = 256
 FAULTS = (
-    "", "rows", "a token beyond the vocabulary", "a position beyond the context or out of order", "a sequence number",
-    "a block beyond the pool", "an output row", "memory",
+    "", "too many rows", "a token beyond the vocabulary", "a position beyond the context", "a plan that is none",
+    "a block that is none, or is written twice", "no memory",
 )  # fmt: skip
 _NEEDS = {
     "avx512-bf16": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni", "avx512_bf16"),
@@ -78,10 +78,9 @@ class Step(ctypes.Structure):
     """pl_step_args"""
 
     _fields_ = (
-        ("tokens", c_void_p), ("positions", c_void_p), ("sequences", c_void_p), ("tables", c_void_p),
-        ("out_rows", c_void_p), ("logit_rows", c_void_p), ("logits", c_void_p), ("best_ids", c_void_p),
-        ("highest", c_void_p), ("lowest", c_void_p), ("finite", c_void_p), ("parts_ns", c_void_p), ("rows", c_int32),
-        ("sequences_count", c_int32), ("table_stride", c_int32), ("outs", c_int32),
+        ("plan", c_void_p), ("logits", c_void_p), ("best_ids", c_void_p), ("highest", c_void_p), ("lowest", c_void_p),
+        ("finite", c_void_p), ("parts_ns", c_void_p), ("plan_length", c_int64), ("slices", c_int32), ("rows", c_int32),
+        ("outs", c_int32), ("wanted", c_int32),
     )  # fmt: skip
 
 

@@ -3,10 +3,10 @@ The native decoder as a `Model`: a plan becomes a few arrays of integers, one ca
 """
 
 import ctypes
-import time
+from array import array
 from collections.abc import Sequence
+from time import monotonic_ns
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +30,19 @@ from quant.formats.architecture import Architecture
 from quant.formats.rope import RopeTable
 
 _ROWS_MIN = 256  # rows that there is room for from the start
+
+
+class _Room:
+    """Where the library writes what came of a step."""
+
+    def __init__(self, rows: int) -> None:
+        self.best = (ctypes.c_int32 * rows)()
+        self.highest = (ctypes.c_float * rows)()
+        self.lowest = (ctypes.c_float * rows)()
+        self.finite = (ctypes.c_int32 * rows)()
+        self.parts = (ctypes.c_int64 * len(PARTS))()
+        arrays = (self.best, self.highest, self.lowest, self.finite, self.parts)
+        self.addresses = tuple(ctypes.addressof(array) for array in arrays)
 
 
 class NativeModel:
@@ -68,6 +81,7 @@ class NativeModel:
             architecture.rope, head_dim=architecture.head_dim, context_max=context_max
         ).halves()
         self._decoder = self._describe(form, mix, threads)
+        self._nothing = torch.zeros(0, self._vocab)
         self._rows_max = 0
         self._handle: int | None = None
         self._reserve(_ROWS_MIN)
@@ -78,87 +92,58 @@ class NativeModel:
 
     def compute(self, plan: StepPlan, wanted: Sequence[bool]) -> Computed:
         """One call."""
-        rows: list[int] = []
-        first = 0
-        for piece in plan.slices:
-            rows += [first + row for row in sampling_rows(piece)]
-            first += len(piece.tokens)
-        return self._step(plan, rows, wanted)
+        return self._step(plan, [len(sampling_rows(piece)) for piece in plan.slices], wanted)
 
     def logits(self, plan: StepPlan) -> Tensor:
         """All rows."""
         assert len(plan.slices) == 1
-        return self._step(plan, list(range(plan.tokens)), [True] * plan.tokens).logits
+        return self._step(plan, [plan.tokens], [True] * plan.tokens).logits
 
     def reset(self) -> None:
         """Forget all KV."""
         self._kv.fill(0)
 
-    def _step(self, plan: StepPlan, out_rows: list[int], wanted: Sequence[bool]) -> Computed:
-        began_ns = time.monotonic_ns()
-        count, pieces = plan.tokens, plan.slices
-        assert len({piece.sequence for piece in pieces}) == len(pieces), f"step {plan.step_id}: a sequence twice"
-        self._reserve(count)
-        tokens = np.fromiter((token for piece in pieces for token in piece.tokens), np.int32, count)
-        lengths = np.fromiter((len(piece.tokens) for piece in pieces), np.int32, len(pieces))
-        starts = np.fromiter((piece.start for piece in pieces), np.int32, len(pieces))
-        sequences = np.repeat(np.arange(len(pieces), dtype=np.int32), lengths)
-        firsts = np.cumsum(lengths) - lengths
-        positions = (np.arange(count) + np.repeat(starts - firsts, lengths)).astype(np.int32)
-        tables = self._tables(plan)
-        outs = len(out_rows)
-        asked = np.array(wanted, np.int32)
-        logit_rows = np.where(asked, np.cumsum(asked, dtype=np.int32) - 1, -1).astype(np.int32)
-        logits = torch.empty(int(asked.sum()), self._vocab)
-        outs_array = np.array(out_rows, np.int32)
-        best, extremes = np.empty(max(outs, 1), np.int32), np.empty((2, max(outs, 1)), np.float32)
-        finite, parts = np.empty(len(pieces), np.int32), np.zeros(len(PARTS), np.int64)
-        step = Step(
-            tokens=tokens.ctypes.data,
-            positions=positions.ctypes.data,
-            sequences=sequences.ctypes.data,
-            tables=tables.ctypes.data,
-            out_rows=outs_array.ctypes.data,
-            logit_rows=logit_rows.ctypes.data,
-            logits=logits.data_ptr(),
-            best_ids=best.ctypes.data,
-            highest=extremes[0].ctypes.data,
-            lowest=extremes[1].ctypes.data,
-            finite=finite.ctypes.data,
-            parts_ns=parts.ctypes.data,
-            rows=count,
-            sequences_count=len(pieces),
-            table_stride=tables.shape[1],
-            outs=outs,
-        )
-        called_ns = time.monotonic_ns()
-        fault = self._library.step(self._handle, ctypes.byref(step))
-        returned_ns = time.monotonic_ns()
-        assert fault == 0, f"step {plan.step_id}: {FAULTS[fault]}"
-        broken = frozenset(np.flatnonzero(finite == 0).tolist())
-        return Computed(
-            best[:outs].tolist(),
-            extremes[0, :outs].tolist(),
-            extremes[1, :outs].tolist(),
-            logits,
-            broken,
-            called_ns - began_ns + time.monotonic_ns() - returned_ns,
-            dict(zip(PARTS, parts.tolist(), strict=True)),
-        )
+    def _step(self, plan: StepPlan, outs: Sequence[int], wanted: Sequence[bool]) -> Computed:
+        """
+        Compute a plan, of each slice of which the last `outs` rows sample.
 
-    def _tables(self, plan: StepPlan) -> "np.ndarray[tuple[int, int], np.dtype[np.int32]]":
-        """Block tables as far as they are used, padded with what is no block."""
-        used = [(piece.start + len(piece.tokens) - 1) // BLOCK_SLOTS + 1 for piece in plan.slices]
-        tables = np.full((len(used), max(used)), -1, np.int32)
-        written: set[int] = set()
-        for row, piece, count in zip(tables, plan.slices, used, strict=True):
-            assert piece.tokens and piece.start >= 0, f"step {plan.step_id}: an empty slice"
-            assert len(piece.blocks) >= count, f"step {plan.step_id}: a block table that is too short"
-            row[:count] = piece.blocks[:count]
-            writes = piece.blocks[piece.start // BLOCK_SLOTS : count]
-            assert written.isdisjoint(writes) and len(set(writes)) == len(writes), "a block written twice"
-            written.update(writes)
-        return tables
+        As few calls as can be: what runs between two steps finds the caches full of weights.
+        """
+        began_ns = monotonic_ns()
+        rows, pieces, sampling = plan.tokens, plan.slices, len(wanted)
+        assert len({piece.sequence for piece in pieces}) == len(pieces), f"step {plan.step_id}: a sequence twice"
+        self._reserve(rows)
+        numbers: list[int] = []
+        first = 0
+        for piece, count in zip(pieces, outs, strict=True):
+            tokens = piece.tokens
+            used = (piece.start + len(tokens) - 1) // BLOCK_SLOTS + 1
+            blocks = piece.blocks if len(piece.blocks) == used else piece.blocks[:used]
+            numbers += (piece.start, len(tokens), len(blocks), count)
+            numbers += wanted[first : first + count]
+            numbers += tokens
+            numbers += blocks
+            first += count
+        assert first == sampling
+        asked = sum(wanted)
+        logits = torch.empty(asked, self._vocab) if asked else self._nothing
+        written, room = array("i", numbers), self._room
+        address, length = written.buffer_info()
+        step = Step(address, logits.data_ptr(), *room.addresses, length, len(pieces), rows, sampling, asked)
+        called_ns = monotonic_ns()
+        fault = self._library.step(self._handle, ctypes.byref(step))
+        returned_ns = monotonic_ns()
+        assert fault == 0, f"step {plan.step_id}: {FAULTS[fault]}"
+        finite = room.finite[: len(pieces)]
+        return Computed(
+            room.best[:sampling],
+            room.highest[:sampling],
+            room.lowest[:sampling],
+            logits,
+            frozenset() if all(finite) else frozenset(i for i, fine in enumerate(finite) if not fine),
+            called_ns - began_ns + monotonic_ns() - returned_ns,
+            dict(zip(PARTS, room.parts, strict=True)),
+        )
 
     def _reserve(self, rows: int) -> None:
         """Room for steps of `rows` rows."""
@@ -170,6 +155,7 @@ class NativeModel:
         if self._handle is not None:
             self._library.close(self._handle)
         self._handle, self._rows_max = handle, rows
+        self._room = _Room(rows)
 
     def _describe(self, kv_form: int, mix: int, threads: int) -> Decoder:
         """The structure that the library reads.  Everything in it points to what this object holds."""

@@ -153,6 +153,7 @@ inline void soften(AttentionScratch& t, int r, int dim, const uint8_t* const* bl
   const bool rounded = Kv::kKeyBytes == 1;
   const Floats factor = all(rounded ? q.scales[r] * scale : scale);
   const int scales = 32 * dim;  // where a block of int8 has them
+  const bool hides = key + 16 * count - 1 > high || key < low;  // whether anything is not to be seen
   Floats most = all(-INFINITY);
   for (int b = 0; b < count; b++) {
     Floats v;
@@ -161,7 +162,7 @@ inline void soften(AttentionScratch& t, int r, int dim, const uint8_t* const* bl
     else
       v = mul(load(values + 16 * b), factor);
     const int from = key + 16 * b;
-    if (from + 15 > high || from < low) v = lanes_between(v, low - from, high - from);
+    if (hides && (from + 15 > high || from < low)) v = lanes_between(v, low - from, high - from);
     most = max(most, v);
     store(values + 16 * b, v);
   }
@@ -170,10 +171,12 @@ inline void soften(AttentionScratch& t, int r, int dim, const uint8_t* const* bl
   Floats sum = all(0.f), heaviest = all(0.f);
   for (int b = 0; b < count; b++) {
     const Floats v = load(values + 16 * b);
-    Floats p = where_seen(v, exp2(sub(v, peak)));
+    Floats p = exp2(sub(v, peak));
+    if (hides) p = where_seen(v, p);
     sum = add(sum, p);
     if (rounded) {  // the scale of a value becomes part of its weight
-      p = where_seen(v, mul(p, load(reinterpret_cast<const float*>(blocks[b] + scales + 64))));
+      p = mul(p, load(reinterpret_cast<const float*>(blocks[b] + scales + 64)));
+      if (hides) p = where_seen(v, p);
       heaviest = max(heaviest, p);
       store(values + 16 * b, p);
     } else {
@@ -286,7 +289,12 @@ inline void keep(uint8_t* block, int slot, const float* key, const float* value,
     float* scales = reinterpret_cast<float*>(block + 32 * dim);
     scales[slot] = sound ? most_key / 127.f : 0.f;
     scales[16 + slot] = sound ? most_value / 127.f : 0.f;
-    for (int i = 0; i < dim; i++) keys[(i >> 2) * 64 + slot * 4 + (i & 3)] = static_cast<uint8_t>(k[i] + 128);
+    for (int i = 0; i < dim; i += 4) {
+      uint32_t four;
+      std::memcpy(&four, k + i, 4);
+      four ^= 0x80808080u;  // + 128
+      std::memcpy(keys + i * 16 + slot * 4, &four, 4);
+    }
     for (int i = 0; i < dim; i++) values[2 * i + (slot & 1)] = static_cast<uint8_t>(v[i]);
   } else {
     alignas(64) uint16_t k[kDimMost], v[kDimMost];
@@ -296,7 +304,7 @@ inline void keep(uint8_t* block, int slot, const float* key, const float* value,
     }
     uint16_t* wide_keys = reinterpret_cast<uint16_t*>(keys);
     uint16_t* wide_values = reinterpret_cast<uint16_t*>(values);
-    for (int i = 0; i < dim; i++) wide_keys[(i >> 1) * 32 + slot * 2 + (i & 1)] = k[i];
+    for (int i = 0; i < dim; i += 2) std::memcpy(wide_keys + i * 16 + slot * 2, k + i, 4);
     for (int i = 0; i < dim; i++) wide_values[2 * i + (slot & 1)] = v[i];
   }
 }

@@ -5,39 +5,6 @@
 #include "sample.h"
 #include "step.h"
 
-namespace {
-
-using pl::Model;
-
-bool in(int32_t value, int32_t stop) { return value >= 0 && value < stop; }
-
-// Everything that a step uses as an index.  After this nothing can reach beyond its memory, whatever the plan was.
-int32_t validate(const Model& e, const pl_step_args& s) {
-  if (s.rows < 1 || s.rows > e.rows_max || s.sequences_count < 1 || s.table_stride < 1) return PL_BAD_ROWS;
-  if (s.outs < 0 || s.outs > e.rows_max) return PL_BAD_OUT;
-  for (int r = 0; r < s.rows; r++) {
-    if (!in(s.tokens[r], e.m.vocab)) return PL_BAD_TOKEN;
-    if (!in(s.positions[r], e.m.positions_max)) return PL_BAD_POSITION;
-    if (!in(s.sequences[r], s.sequences_count)) return PL_BAD_SEQUENCE;
-    const bool goes_on = r > 0 && s.sequences[r] == s.sequences[r - 1];
-    if (goes_on && s.positions[r] != s.positions[r - 1] + 1) return PL_BAD_POSITION;
-    const bool ends = r + 1 == s.rows || s.sequences[r + 1] != s.sequences[r];
-    if (!ends) continue;
-    const int32_t blocks = s.positions[r] / PL_BLOCK_SLOTS + 1;
-    if (blocks > s.table_stride) return PL_BAD_BLOCK;
-    const int32_t* table = s.tables + static_cast<int64_t>(s.sequences[r]) * s.table_stride;
-    for (int b = 0; b < blocks; b++)
-      if (!in(table[b], e.m.blocks_max)) return PL_BAD_BLOCK;
-  }
-  for (int i = 0; i < s.outs; i++) {
-    if (!in(s.out_rows[i], s.rows)) return PL_BAD_OUT;
-    if (s.logit_rows[i] >= 0 && (s.logits == nullptr || s.logit_rows[i] >= s.outs)) return PL_BAD_OUT;
-  }
-  return PL_OK;
-}
-
-}  // namespace
-
 extern "C" {
 
 const char* pl_isa(void) {
@@ -57,27 +24,25 @@ int64_t pl_kv_bytes(int32_t form, int32_t head_dim) { return pl::kv_bytes(form, 
 
 void* pl_open(const pl_model* model, int32_t rows_max) {
   try {
-    return new Model(*model, rows_max);
+    return new pl::Model(*model, rows_max);
   } catch (const std::bad_alloc&) {
     return nullptr;
   }
 }
 
-void pl_close(void* handle) { delete static_cast<Model*>(handle); }
+void pl_close(void* handle) { delete static_cast<pl::Model*>(handle); }
 
 int32_t pl_step(void* handle, const pl_step_args* args) {
-  Model& e = *static_cast<Model*>(handle);
-  const int32_t fault = validate(e, *args);
-  if (fault != PL_OK) return fault;
-  e.tiles.clear();
-  for (int r = 0; r < args->rows;) {
-    int count = 1;
-    while (count < e.tile_rows && r + count < args->rows && args->sequences[r + count] == args->sequences[r]) count++;
-    e.tiles.push_back({r, count});
-    r += count;
+  pl::Model& e = *static_cast<pl::Model*>(handle);
+  const pl::Bounds bounds = {e.rows_max, e.m.vocab, e.m.positions_max, e.m.blocks_max};
+  try {
+    const int32_t fault = e.plan.read(*args, bounds, e.tile_rows);
+    if (fault != PL_OK) return fault;
+  } catch (const std::bad_alloc&) {
+    return PL_NO_MEMORY;
   }
   for (pl::Counter& counter : e.counters) counter.next.store(0, std::memory_order_relaxed);
-  for (int i = 0; i < args->sequences_count; i++) args->finite[i] = 1;
+  for (int i = 0; i < args->slices; i++) args->finite[i] = 1;
 #pragma omp parallel num_threads(e.m.threads)
   pl::Worker(e, *args, omp_get_thread_num(), omp_get_num_threads()).run();
   return PL_OK;
@@ -89,8 +54,7 @@ int32_t pl_product(const pl_weight* weight, const float* x, float* y, int32_t ro
     pl::RowBuffers buffers(rows, 2 * widest, widest / 32);
     auto row = pl::memory<float>(2 * widest);
     for (int r = 0; r < rows; r++) {
-      std::memcpy(row.get(), x + static_cast<int64_t>(r) * weight->ins, sizeof(float) * static_cast<size_t>(weight->ins));
-      pl::mix(row.get(), weight->ins, mix);
+      pl::mix(x + static_cast<int64_t>(r) * weight->ins, row.get(), weight->ins, mix);
       pl::prepare(row.get(), row.get() + widest, *weight, buffers.rows.row(r));
     }
 #pragma omp parallel num_threads(threads)

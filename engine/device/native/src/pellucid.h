@@ -16,7 +16,9 @@ enum { PL_PRODUCTS = 0, PL_ATTENTION = 1, PL_ELEMENTS = 2, PL_HEAD = 3, PL_PARTS
 enum { PL_BLOCK_SLOTS = 16, PL_TILE = 32, PL_SPLIT = 256 };
 
 // Why `pl_step` computed nothing.
-enum { PL_OK = 0, PL_BAD_ROWS = 1, PL_BAD_TOKEN = 2, PL_BAD_POSITION = 3, PL_BAD_SEQUENCE = 4, PL_BAD_BLOCK = 5, PL_BAD_OUT = 6, PL_NO_MEMORY = 7 };
+enum {
+  PL_OK = 0, PL_BAD_ROWS = 1, PL_BAD_TOKEN = 2, PL_BAD_POSITION = 3, PL_BAD_PLAN = 4, PL_BAD_BLOCK = 5, PL_NO_MEMORY = 6
+};
 
 // A weight [outs, ins] in tiles of 32 output channels, all of the input of one tile together: see `pack.h`.
 typedef struct {
@@ -55,17 +57,20 @@ typedef struct {
   int32_t unused;
 } pl_model;
 
+// A plan is one run of integers, slice by slice:
+//   start, count, blocks, outs     position of the first token, tokens, blocks of the table, rows (the last) that sample
+//   [outs]                         1 where the logits of such a row are wanted, 0 where its best token is enough
+//   [count]                        tokens
+//   [blocks]                       the block of each 16 positions; those behind the last position do not matter
 typedef struct {
-  const int32_t *tokens, *positions, *sequences;  // [rows]; rows of a sequence lie together, positions ascend by 1
-  const int32_t* tables;                          // [sequences_count, table_stride]: block of each 16 positions
-  const int32_t* out_rows;                        // [outs]: rows that the head is asked for
-  const int32_t* logit_rows;                      // [outs]: where in `logits` each goes; -1: only the best is wanted
-  float* logits;                                  // [.., vocab]
-  int32_t* best_ids;                              // [outs]: lowest id of the highest logit
-  float *highest, *lowest;                        // [outs]
-  int32_t* finite;                                // [sequences_count]: 1 if all numbers of all its rows are finite
-  int64_t* parts_ns;                              // [PL_PARTS], as the first thread sees it
-  int32_t rows, sequences_count, table_stride, outs;
+  const int32_t* plan;
+  float* logits;             // [wanted rows, vocab]
+  int32_t* best_ids;         // [sampling rows]: lowest id of the highest logit
+  float *highest, *lowest;   // [sampling rows]
+  int32_t* finite;           // [slices]: 1 if all numbers of all its rows are finite
+  int64_t* parts_ns;         // [PL_PARTS], as the first thread sees it
+  int64_t plan_length;
+  int32_t slices, rows, outs, wanted;  // what the plan should come to
 } pl_step_args;
 
 #pragma GCC visibility push(default)  // these and nothing else

@@ -119,46 +119,75 @@ inline void norm_head(float* x, const float* weight, int columns, float epsilon)
   for (int i = 0; i < columns; i += 16) store(x + i, mul(mul(load(x + i), r), load(weight + i)));
 }
 
-// One level of a Hadamard transform over vectors `apart` from each other.
+// A Hadamard transform over `Points` vectors, without its factor.
 template <int Points>
-inline __attribute__((always_inline)) void butterfly(Floats* v, Floats scale) {
+inline __attribute__((always_inline)) void butterfly(Floats* v) {
+#pragma GCC unroll 4
   for (int apart = 1; apart < Points; apart *= 2)
+#pragma GCC unroll 16
     for (int i = 0; i < Points; i++)
       if (!(i & apart)) {
         const Floats p = v[i], q = v[i + apart];
         v[i] = add(p, q);
         v[i + apart] = sub(p, q);
       }
-  for (int i = 0; i < Points; i++) v[i] = mul(v[i], scale);
 }
 
-// An orthogonal mix of the channels of each run of `Points` * 16: a Hadamard transform over vectors of 16 lanes, so that
-// no lane has to move (QuaRot, Ashkboos et al. 2024, 4: the online transform before the down projection).
 template <int Points>
-inline void mix_runs(float* x, int columns) {
+inline void mix_runs(const float* from, float* to, int columns) {
   const Floats scale = all(1.f / std::sqrt(static_cast<float>(Points)));
   for (int i = 0; i < columns; i += Points * 16) {
     Floats v[Points];
-    for (int j = 0; j < Points; j++) v[j] = load(x + i + 16 * j);
-    butterfly<Points>(v, scale);
-    for (int j = 0; j < Points; j++) store(x + i + 16 * j, v[j]);
+#pragma GCC unroll 16
+    for (int j = 0; j < Points; j++) v[j] = load(from + i + 16 * j);
+    butterfly<Points>(v);
+#pragma GCC unroll 16
+    for (int j = 0; j < Points; j++) store(to + i + 16 * j, mul(v[j], scale));
   }
 }
 
-inline void mix(float* x, int columns, int points) {
+// 32 points as two times 16, which is what the registers hold.
+inline void mix_runs_of_32(const float* from, float* to, int columns) {
+  const Floats scale = all(1.f / std::sqrt(32.f));
+  for (int i = 0; i < columns; i += 512, from += 512, to += 512) {
+    for (int half = 0; half < 512; half += 256) {
+      Floats v[16];
+#pragma GCC unroll 16
+      for (int j = 0; j < 16; j++) v[j] = load(from + half + 16 * j);
+      butterfly<16>(v);
+#pragma GCC unroll 16
+      for (int j = 0; j < 16; j++) store(to + half + 16 * j, v[j]);
+    }
+    for (int j = 0; j < 256; j += 16) {
+      const Floats p = load(to + j), q = load(to + 256 + j);
+      store(to + j, mul(add(p, q), scale));
+      store(to + 256 + j, mul(sub(p, q), scale));
+    }
+  }
+}
+
+// An orthogonal mix of the channels of each run of `points` * 16: a Hadamard transform over vectors of 16 lanes, so that
+// no lane has to move (QuaRot, Ashkboos et al. 2024, 4: the online transform before the down projection).
+inline void mix(const float* from, float* to, int columns, int points) {
   switch (points) {
-    case 2: mix_runs<2>(x, columns); break;
-    case 4: mix_runs<4>(x, columns); break;
-    case 8: mix_runs<8>(x, columns); break;
-    case 16: mix_runs<16>(x, columns); break;
-    case 32: mix_runs<32>(x, columns); break;
-    default: break;
+    case 2: mix_runs<2>(from, to, columns); break;
+    case 4: mix_runs<4>(from, to, columns); break;
+    case 8: mix_runs<8>(from, to, columns); break;
+    case 16: mix_runs<16>(from, to, columns); break;
+    case 32: mix_runs_of_32(from, to, columns); break;
+    default: std::memcpy(to, from, sizeof(float) * static_cast<size_t>(columns)); break;
   }
 }
 
 // Rotary positions in the half-rotated form: pairs are (i, i + head_dim / 2).
-inline void rotate(float* __restrict head, const float* __restrict cosine, const float* __restrict sine, int half) {
-  for (int i = 0; i < half; i++) {
+inline void rotate(float* head, const float* cosine, const float* sine, int half) {
+  int i = 0;
+  for (; i + 16 <= half; i += 16) {
+    const Floats a = load(head + i), b = load(head + half + i), c = load(cosine + i), s = load(sine + i);
+    store(head + i, sub(mul(a, c), mul(b, s)));
+    store(head + half + i, add(mul(b, c), mul(a, s)));
+  }
+  for (; i < half; i++) {
     const float a = head[i], b = head[half + i];
     head[i] = a * cosine[i] - b * sine[i];
     head[half + i] = b * cosine[i] + a * sine[i];

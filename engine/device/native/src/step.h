@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "plan.h"
 #include "product.h"
 
 namespace pl {
@@ -69,10 +70,6 @@ Memory<T> memory(int64_t count) {
   return Memory<T>(p);
 }
 
-struct Tile {
-  int row, count;
-};
-
 inline int64_t now_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -107,7 +104,7 @@ struct Model {
   Memory<Part> parts;                      // of a long context that several threads share
   Memory<float> best_values, least_values;  // [thread][row][16]
   Memory<int32_t> best_ids;
-  std::vector<Tile> tiles;
+  Plan plan;                               // of the step that runs
   std::vector<Counter> counters;           // of each layer: the next piece of attention to take
   Barrier barrier;
 
@@ -148,17 +145,16 @@ inline Model::Model(const pl_model& model, int rows_max_)
       best_ids(memory<int32_t>(int64_t{model.threads} * rows_max_ * 16)),
       counters(static_cast<size_t>(model.layers_count)) {
   for (int t = 0; t < m.threads; t++) alone.emplace_back(kRowsAlone, 2 * widest, widest / 32);
-  tiles.reserve(static_cast<size_t>(rows_max));
 }
 
 // One thread of a step.
 class Worker {
  public:
   Worker(Model& model, const pl_step_args& step, int thread, int threads)
-      : e(model), s(step), thread_(thread), threads_(threads), by_rows_(threads > 1 && step.rows >= kRowsShared * threads),
-        alone_(step.rows <= kRowsAlone || threads == 1),
-        first_(alone_ ? 0 : share(step.rows, thread)), stop_(alone_ ? step.rows : share(step.rows, thread + 1)),
-        buffers_(alone_ && step.rows <= kRowsAlone ? e.alone[thread].rows : e.shared.rows),
+      : e(model), p(model.plan), s(step), thread_(thread), threads_(threads), rows_(p.rows()),
+        by_rows_(threads > 1 && rows_ >= kRowsShared * threads), alone_(rows_ <= kRowsAlone || threads == 1),
+        first_(alone_ ? 0 : share(rows_, thread)), stop_(alone_ ? rows_ : share(rows_, thread + 1)),
+        buffers_(rows_ <= kRowsAlone ? e.alone[thread].rows : e.shared.rows),
         scratch_(e.row_scratch.get() + int64_t{2} * thread * e.widest) {}
 
   void run() {
@@ -168,14 +164,15 @@ class Worker {
     for (int i = 0; i < e.m.layers_count; i++) layer(i);
     if (by_rows_) barrier();
     check();
-    if (s.outs > 0) head();
+    if (p.outs() > 0) head();
     if (thread_ == 0) std::memcpy(s.parts_ns, parts_, sizeof parts_);
   }
 
  private:
   Model& e;
+  const Plan& p;
   const pl_step_args& s;
-  const int thread_, threads_;
+  const int thread_, threads_, rows_;
   const bool by_rows_, alone_;
   const int first_, stop_;  // rows of this thread
   const Rows buffers_;
@@ -195,8 +192,8 @@ class Worker {
   }
 
   void embed() {
-    for (int r = share(s.rows, thread_); r < share(s.rows, thread_ + 1); r++) {
-      const uint16_t* from = e.m.embedding + static_cast<int64_t>(s.tokens[r]) * e.hidden;
+    for (int r = share(rows_, thread_); r < share(rows_, thread_ + 1); r++) {
+      const uint16_t* from = e.m.embedding + static_cast<int64_t>(p.tokens[r]) * e.hidden;
       float* x = e.x.get() + static_cast<int64_t>(r) * e.hidden;
       for (int i = 0; i < e.hidden; i += 16) store(x + i, load_bf16(from + i));
     }
@@ -218,7 +215,7 @@ class Worker {
     if (by_rows_)
       product(weight, buffers_.from(first_), stop_ - first_, 0, 1, [&](int r, int n, Floats a, Floats b) { take(first_ + r, n, a, b); });
     else
-      product(weight, buffers_, s.rows, thread_, threads_, take);
+      product(weight, buffers_, rows_, thread_, threads_, take);
     sync();
     spent(PL_PRODUCTS);
   }
@@ -268,8 +265,8 @@ class Worker {
     prepare_rows(l.down, [this](int r, float* y) {
       float* gated_row = e.gated.get() + static_cast<int64_t>(r) * e.inner;
       if (e.m.mix <= 1) return gated_row;
-      std::memcpy(y, gated_row, sizeof(float) * static_cast<size_t>(e.inner));  // the other threads read it as well
-      mix(y, e.m.intermediate, e.m.mix);
+      mix(gated_row, y, e.m.intermediate, e.m.mix);  // not in place: the other threads may read it as well
+      std::fill(y + e.m.intermediate, y + e.inner, 0.f);
       return y;
     });
     multiply_onto_x(l.down);
@@ -278,14 +275,14 @@ class Worker {
   // Norms and positions of queries and keys, and the new keys and values into the cache: by (row, key head).
   void place(int index) {
     const int kv_heads = e.m.kv_heads;
-    const int first = by_rows_ ? first_ * kv_heads : share(int64_t{s.rows} * kv_heads, thread_);
-    const int stop = by_rows_ ? stop_ * kv_heads : share(int64_t{s.rows} * kv_heads, thread_ + 1);
+    const int first = by_rows_ ? first_ * kv_heads : share(int64_t{rows_} * kv_heads, thread_);
+    const int stop = by_rows_ ? stop_ * kv_heads : share(int64_t{rows_} * kv_heads, thread_ + 1);
     for (int i = first; i < stop; i++) place_head(index, i / kv_heads, i % kv_heads);
   }
 
   void place_head(int index, int row, int head) {
     const pl_layer& l = e.layers[index];
-    const int dim = e.m.head_dim, half = dim / 2, position = s.positions[row];
+    const int dim = e.m.head_dim, half = dim / 2, position = p.positions[row];
     const float *cosine = e.m.cosine + static_cast<int64_t>(position) * half, *sine = e.m.sine + static_cast<int64_t>(position) * half;
     float* x = e.projected.get() + static_cast<int64_t>(row) * e.qkv;
     float* key = x + static_cast<int64_t>(e.m.heads + head) * dim;
@@ -296,7 +293,7 @@ class Worker {
     }
     if (l.key_norm != nullptr) norm_head(key, l.key_norm, dim, e.m.epsilon);
     rotate(key, cosine, sine, half);
-    const int block_id = s.tables[static_cast<int64_t>(s.sequences[row]) * s.table_stride + position / PL_BLOCK_SLOTS];
+    const int block_id = p.table(row)[position / PL_BLOCK_SLOTS];
     uint8_t* block = e.block(index, block_id, head);
     const float* value = key + static_cast<int64_t>(e.m.kv_heads) * dim;
     if (e.m.kv_form == PL_KV_INT8) keep<KvInt8>(block, position % PL_BLOCK_SLOTS, key, value, dim);
@@ -310,11 +307,11 @@ class Worker {
 
   template <class Kv>
   void attend_in(int index) {
-    const int pieces = static_cast<int>(e.tiles.size()) * e.m.kv_heads * e.head_tiles;
+    const int pieces = static_cast<int>(p.tiles.size()) * e.m.kv_heads * e.head_tiles;
     int splits = 1;
     if (pieces < 4 * threads_) {
       int furthest = 0;
-      for (const Tile& tile : e.tiles) furthest = std::max(furthest, s.positions[tile.row + tile.count - 1]);
+      for (const Tile& tile : p.tiles) furthest = std::max(furthest, p.positions[tile.row + tile.count - 1]);
       splits = furthest / PL_SPLIT + 1;
     }
     Counter& counter = e.counters[index];
@@ -337,75 +334,75 @@ class Worker {
     int first_split, last_split;  // that any row sees
   };
 
-  Piece piece_of(int index, int piece) const {
-    Piece p;
+  Piece ownof(int index, int piece) const {
+    Piece own;
     const int per_tile = e.m.kv_heads * e.head_tiles;
-    p.tile = e.tiles[piece / per_tile];
-    p.head = piece % per_tile / e.head_tiles;
+    own.tile = p.tiles[piece / per_tile];
+    own.head = piece % per_tile / e.head_tiles;
     const int offset = piece % e.head_tiles * e.tile_heads;
-    p.first_head = p.head * e.heads_per_key + offset;
-    p.heads = std::min(e.tile_heads, e.heads_per_key - offset);
+    own.first_head = own.head * e.heads_per_key + offset;
+    own.heads = std::min(e.tile_heads, e.heads_per_key - offset);
     const int window = e.layers[index].window;
-    const int low = window > 0 ? std::max(0, s.positions[p.tile.row] - window + 1) : 0;
-    p.first_split = low / PL_SPLIT;
-    p.last_split = s.positions[p.tile.row + p.tile.count - 1] / PL_SPLIT;
-    return p;
+    const int low = window > 0 ? std::max(0, p.positions[own.tile.row] - window + 1) : 0;
+    own.first_split = low / PL_SPLIT;
+    own.last_split = p.positions[own.tile.row + own.tile.count - 1] / PL_SPLIT;
+    return own;
   }
 
   // All splits of a piece (`only` < 0), or one of them into `part`.
   template <class Kv>
   void attend_piece(int index, int piece, int only, Part* part) {
-    const Piece p = piece_of(index, piece);
+    const Piece own = ownof(index, piece);
     const int dim = e.m.head_dim;
-    if (only >= 0 && (only < p.first_split || only > p.last_split)) return;
+    if (only >= 0 && (only < own.first_split || only > own.last_split)) return;
     AttentionScratch& t = e.attention[thread_];
-    const float* x = e.projected.get() + static_cast<int64_t>(p.tile.row) * e.qkv + static_cast<int64_t>(p.first_head) * dim;
-    load_queries<Kv>(t.queries, x, e.qkv, p.tile.count, p.heads, dim, s.positions + p.tile.row);
-    const int32_t* table = s.tables + static_cast<int64_t>(s.sequences[p.tile.row]) * s.table_stride;
-    const int blocks = s.positions[p.tile.row + p.tile.count - 1] / PL_BLOCK_SLOTS + 1;
-    const int from = only >= 0 ? only : p.first_split, to = only >= 0 ? only : p.last_split;
+    const float* x = e.projected.get() + static_cast<int64_t>(own.tile.row) * e.qkv + static_cast<int64_t>(own.first_head) * dim;
+    load_queries<Kv>(t.queries, x, e.qkv, own.tile.count, own.heads, dim, p.positions.data() + own.tile.row);
+    const int32_t* table = p.table(own.tile.row);
+    const int blocks = p.positions[own.tile.row + own.tile.count - 1] / PL_BLOCK_SLOTS + 1;
+    const int from = only >= 0 ? only : own.first_split, to = only >= 0 ? only : own.last_split;
     for (int split = from; split <= to; split++) {
       const uint8_t* pointers[kSplitBlocks + 2 * kKeyBlocks];
       const int first = split * kSplitBlocks, count = std::min(kSplitBlocks, blocks - first);
-      for (int b = 0; b < count; b++) pointers[b] = e.block(index, table[first + b], p.head);
+      for (int b = 0; b < count; b++) pointers[b] = e.block(index, table[first + b], own.head);
       for (int b = count; b < count + 2 * kKeyBlocks && b < kSplitBlocks + 2 * kKeyBlocks; b++) pointers[b] = pointers[0];
       Part& into = only >= 0 ? *part : split == from ? t.part : t.next;
       attend_split<Kv>(t, dim, e.layers[index].window, pointers, count, split * PL_SPLIT, into);
       if (only < 0 && split > from) merge(t.part, t.next, t.queries.count, dim);
     }
-    if (only < 0) deliver(p, t.part);
+    if (only < 0) deliver(own, t.part);
   }
 
   void merge_piece(int index, int piece) {
-    const Piece p = piece_of(index, piece);
+    const Piece own = ownof(index, piece);
     Part* parts = &e.parts[static_cast<int64_t>(piece) * e.splits_max];
-    Part& whole = parts[p.first_split];
-    for (int i = p.first_split + 1; i <= p.last_split; i++) merge(whole, parts[i], p.tile.count * p.heads, e.m.head_dim);
-    deliver(p, whole);
+    Part& whole = parts[own.first_split];
+    for (int i = own.first_split + 1; i <= own.last_split; i++) merge(whole, parts[i], own.tile.count * own.heads, e.m.head_dim);
+    deliver(own, whole);
   }
 
-  void deliver(const Piece& p, const Part& part) {
+  void deliver(const Piece& own, const Part& part) {
     const int dim = e.m.head_dim;
-    for (int q = 0; q < p.tile.count * p.heads; q++) {
+    for (int q = 0; q < own.tile.count * own.heads; q++) {
       const Floats inverse = all(1.f / part.sum[q]);
-      float* to = e.attended.get() + static_cast<int64_t>(p.tile.row + q / p.heads) * e.queries + static_cast<int64_t>(p.first_head + q % p.heads) * dim;
+      float* to = e.attended.get() + static_cast<int64_t>(own.tile.row + q / own.heads) * e.queries + static_cast<int64_t>(own.first_head + q % own.heads) * dim;
       for (int i = 0; i < dim; i += 16) store(to + i, mul(load(part.values + q * dim + i), inverse));
     }
   }
 
   // Which sequences' numbers are none.  Several threads may find the same.
   void check() {
-    for (int r = share(s.rows, thread_); r < share(s.rows, thread_ + 1); r++)
+    for (int r = share(rows_, thread_); r < share(rows_, thread_ + 1); r++)
       if (!std::isfinite(sum_of_row(e.x.get() + static_cast<int64_t>(r) * e.hidden, e.hidden)))
-        __atomic_store_n(&s.finite[s.sequences[r]], 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&s.finite[p.slices[r]], 0, __ATOMIC_RELAXED);
   }
 
   void head() {
-    const int outs = s.outs;
+    const int outs = p.outs();
     const bool alone = outs <= kRowsAlone;
     const Rows buffers = alone ? e.alone[thread_].rows : e.shared.rows;
     for (int i = alone ? 0 : share(outs, thread_); i < (alone ? outs : share(outs, thread_ + 1)); i++) {
-      norm(e.x.get() + static_cast<int64_t>(s.out_rows[i]) * e.hidden, e.m.norm, e.m.hidden, e.m.epsilon, scratch_);
+      norm(e.x.get() + static_cast<int64_t>(p.out_rows[i]) * e.hidden, e.m.norm, e.m.hidden, e.m.epsilon, scratch_);
       prepare(scratch_, scratch_ + e.widest, e.m.head, buffers.row(i));
     }
     float* best = e.best_values.get() + int64_t{16} * thread_ * e.rows_max;
@@ -422,7 +419,7 @@ class Worker {
   // 32 logits of a row: kept if they are wanted, compared with the best so far in any case.
   void take_logits(int r, int n, Floats a, Floats b, float* best, float* least, int32_t* ids) {
     const int vocab = e.m.vocab;
-    float* to = s.logit_rows[r] < 0 ? nullptr : s.logits + static_cast<int64_t>(s.logit_rows[r]) * vocab + n;
+    float* to = p.logit_rows[r] < 0 ? nullptr : s.logits + static_cast<int64_t>(p.logit_rows[r]) * vocab + n;
     alignas(64) float last[PL_TILE];
     if (n + PL_TILE > vocab) {  // beyond the vocabulary nothing is the best, and nothing the least
       store(last, a);
