@@ -154,7 +154,8 @@ def test_nobody_hears_a_difference_when_it_is_the_engine_that_guesses(tiny_model
     assert sum(drafted) > 50
 
 
-def test_a_draft_that_is_poison_hurts_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_draft_that_is_poison_hurts_nobody(tmp_path: Path, dtype: str) -> None:
     """Token 7 carries an infinity.  Guessed, it spoils no other row; said, it is the sequence's fault, as ever."""
     from safetensors.torch import load_file, save_file
 
@@ -162,7 +163,7 @@ def test_a_draft_that_is_poison_hurts_nobody(tmp_path: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     tensors["model.embed_tokens.weight"][7] = float("inf")
     save_file(tensors, directory / "model.safetensors")
-    runner = load(directory)
+    runner = load(directory, dtype=dtype)
     good = Slice(sequence=1, start=0, tokens=(1, 2), blocks=(0,), sample=GREEDY)
     other = Slice(sequence=2, start=0, tokens=(5, 9), blocks=(1,), sample=GREEDY)
     expected = run(runner, good, other)
