@@ -17,6 +17,7 @@ from engine.device.fake import FakeRunner
 from engine.loop import Loop
 from engine.scheduler import Scheduler
 from engine.server import Server
+from engine.speculate import Speculation
 from gateway.__main__ import listen
 from gateway.app import Application
 from gateway.config import GatewayOptions
@@ -125,7 +126,15 @@ class LiveGateway:
 class ShellEngine:
     """The real engine shell and core with a fake device, in a thread."""
 
-    def __init__(self, path: str, *, vocab_size: int, context_max: int = 512, step_delay_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        vocab_size: int,
+        context_max: int = 512,
+        step_delay_s: float = 0.0,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.device = FakeRunner(
             vocab_size=vocab_size, context_max=context_max, blocks_max=256, eos_ids=(EOS_ID,), step_delay_s=step_delay_s
         )
@@ -153,7 +162,7 @@ class ShellEngine:
             eos_ids=facts.eos_ids,
             weights=WEIGHTS,
         )
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, speculation=speculation)
         self._server = Server(f"unix:{path}", hello)
         self._loop = Loop(self.scheduler, self.device, self._server)
         self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
