@@ -304,12 +304,11 @@ def round_activations(z: Tensor, kind: Activations) -> Tensor:
 
 
 def smoothed_stages(options: ConvertOptions) -> tuple[Stage, ...]:
-    """Whose inputs are smoothed."""
-    if options.rotate != "none":
-        return ROTATED_STAGES[options.rotate]
+    """Whose inputs are smoothed: those that no rotation has spread evenly."""
+    stages = STAGES if options.rotate == "none" else ROTATED_STAGES[options.rotate]
     if options.scheme.granularity == "tensor":  # rows that move against each other need a scale each
-        return NORM_STAGES
-    return STAGES
+        return tuple(stage for stage in stages if stage in NORM_STAGES)
+    return stages
 
 
 def _is_solved(scheme: Scheme) -> bool:

@@ -149,7 +149,7 @@ SETTINGS = (
         help=f"int8: full, offline or none, see below. Unset: {ROTATION_DEFAULT}.",
         parse=one_of(*ROTATIONS),
         schemes=("int8",),
-        reason="it gains nothing there",
+        reason="it gains nothing where activations are not rounded in even steps",
     ),
     Setting(
         name="calibration",
@@ -253,7 +253,7 @@ def read_settings(model: str, given: Given) -> QuantizeSettings:
         damp=_number(values["damp"]),
         backend=str(values["backend"]),
         smooth=None if values["smooth"] is None else _number(values["smooth"]),
-        rotate=_rotation(scheme.method, values["rotate"]),
+        rotate=_rotation(scheme.method, values),
         calibration=_path(values["calibration"]),
         calibration_tokens=_calibration_tokens(scheme.method, values["calibration_tokens"]),
         evaluation=_path(values["eval"]),
@@ -288,8 +288,10 @@ def _calibration_tokens(method: Method, value: Value) -> int:
     return tokens
 
 
-def _rotation(method: Method, value: Value) -> Rotation:
-    wanted: Rotation = next((kind for kind in ROTATIONS if kind == value), ROTATION_DEFAULT)
+def _rotation(method: Method, values: Mapping[str, Value]) -> Rotation:
+    wanted: Rotation = next((kind for kind in ROTATIONS if kind == values["rotate"]), ROTATION_DEFAULT)
+    if wanted == "full" and values["smooth"]:
+        raise UserError("--smooth does not go with --rotate full: what it would move is spread evenly already")
     return wanted if method in BY_NAME["rotate"].schemes else "none"
 
 
