@@ -60,8 +60,8 @@ def plain_name(name: str) -> str:
 def mixed_config(config: Mapping[str, object]) -> dict[str, object]:
     """config.json under names that no other loader knows."""
     names = config.get("architectures")
-    named = [f"{_ARCHITECTURE}{name}" for name in names] if isinstance(names, list) else []
-    return {**config, "architectures": named, "model_type": f"{_MODEL_TYPE}{config.get('model_type', '')}"}
+    named = {"architectures": [f"{_ARCHITECTURE}{name}" for name in names]} if isinstance(names, list) else {}
+    return {**config, **named, "model_type": f"{_MODEL_TYPE}{config.get('model_type', '')}"}
 
 
 def is_mixed(config: Mapping[str, object]) -> bool:

@@ -12,7 +12,8 @@ from torch import Tensor
 from launch.errors import UserError
 from quant import table, texts
 from quant.formats.checkpoint import open_checkpoint
-from quant.options import matches
+from quant.formats.scheme import Scheme
+from quant.options import Rotation, matches
 from quant.plan import plan
 from quant.report import Quality
 from quant.run import run
@@ -75,6 +76,23 @@ def test_the_size_that_was_planned_is_the_size_that_comes_out(runner: Runner, so
         tensors = load_file(runner.out / "model.safetensors")
         assert planned.size_bytes == sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
         assert len(tensors) <= planned.tensors_max
+
+
+@pytest.mark.parametrize("rotate", ["none", "offline", "full"])
+def test_a_rotated_model_has_a_head_of_its_own(rotate: Rotation, runner: Runner, tmp_path: Path) -> None:
+    """And its configuration says so; the size is the one that was planned, and the architecture is the old one."""
+    source = write_model(tmp_path / "tied", tie_word_embeddings=True)
+    config = json.loads((source / "config.json").read_text())
+    del config["architectures"]  # the model type tells as well
+    (source / "config.json").write_text(json.dumps(config))
+    planned = plan(open_checkpoint(source), Scheme(method="int8", bits=8), (), rotate=rotate)
+    assert runner(Plainly(), str(source), rotate=rotate) == 0
+    tensors = load_file(runner.out / "model.safetensors")
+    assert planned.size_bytes == sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    opened = open_checkpoint(runner.out)
+    assert opened.tied == planned.tied == (rotate == "none") == ("lm_head.weight" not in tensors)
+    expected = msgspec.structs.replace(open_checkpoint(source).architecture, tied=opened.tied)
+    assert opened.architecture == expected
 
 
 def test_the_report_says_what_was_done(runner: Runner, source: Path, calibration: Path) -> None:
