@@ -24,7 +24,7 @@ GRANULARITIES: tuple[Granularity, ...] = ("tensor", "channel", "group")
 BITS: dict[Method, tuple[int, ...]] = {"int8": (8,), "fp8": (8,), "gptq": (4, 8), "nf4": (4,), "llm-int8": (8,)}
 """What each scheme can have; the first is its default."""
 ROTATIONS: tuple[Rotation, ...] = ("full", "offline", "none")
-ROTATION_DEFAULT: Rotation = "offline"  # what it leaves others can load; `serve` itself rotates in full
+ROTATION_DEFAULT: Rotation = "none"  # the smallest file that everybody reads; `serve` by itself rotates in full
 SOLVED: tuple[Method, ...] = ("gptq", "fp8")
 """Whose weights are fitted to the calibration text, layer by layer, and not only rounded."""
 GROUP_SIZES = (32, 64, 128, -1)
@@ -146,7 +146,7 @@ SETTINGS = (
     Setting(
         name="rotate",
         metavar="KIND",
-        help=f"int8: full, offline or none, see below. Unset: {ROTATION_DEFAULT}.",
+        help=f"int8: full costs the least quality, and only Pellucid reads it; offline; or none. Unset: {ROTATION_DEFAULT}.",
         parse=one_of(*ROTATIONS),
         schemes=("int8",),
         reason="it gains nothing where activations are not rounded in even steps",

@@ -173,13 +173,17 @@ def _worst_table(report: Report) -> Table:
 
 
 def _rotation(report: Report) -> list[tuple[str, str]]:
-    if report.settings.rotate in (None, "none"):
+    kind = report.settings.rotate
+    if kind is None:
         return []
+    if kind == "none":
+        return [("rotation", "none; --rotate full costs less quality, if only Pellucid is to read the result")]
     count = len(report.linears)
     before = sum(linear.source_input_peak for linear in report.linears) / count
     after = sum(linear.input_peak for linear in report.linears) / count
     peaks = f"a token's largest input is {before:.1f} -> {after:.1f} times the typical one, mean over layers"
-    return [("rotation", f"{report.settings.rotate}: {peaks}")]
+    readers = "; only Pellucid reads it" if report.scheme.mix else ""
+    return [("rotation", f"{kind}: {peaks}{readers}")]
 
 
 def summary(report: Report, place: Path) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ import pytest
 from launch.errors import UserError
 from quant.convert import ROUNDING_TOKENS_MAX, _is_solved
 from quant.formats.scheme import Scheme
-from quant.settings import BITS, ROUNDING_TOKENS, SCHEMES, SETTINGS, SOLVED, QuantizeSettings, read_settings
+from quant.settings import BITS, ROTATIONS, ROUNDING_TOKENS, SCHEMES, SETTINGS, SOLVED, QuantizeSettings, read_settings
 from tests.quant.small import complaint, run_command
 from tests.tidy.imports import ROOT
 
@@ -109,6 +109,13 @@ def test_defaults() -> None:
     assert (found.damp, found.smooth, found.calibration, found.calibration_tokens) == (0.01, None, None, 16384)
     assert (found.max_ppl_increase, found.min_top1, found.seed, found.device) == (0.05, 0.90, 0, "cpu")
     assert found.out == Path("x").absolute() and not (found.json or found.dry_run)
+
+
+def test_only_int8_is_rotated_and_only_if_asked() -> None:
+    """The default is what everybody reads."""
+    assert {method: settings(scheme=method).rotate for method in SCHEMES} == dict.fromkeys(SCHEMES, "none")
+    assert [settings(scheme="int8", rotate=kind).rotate for kind in ROTATIONS] == ["full", "offline", "none"]
+    assert settings(scheme="int8", rotate="full", smooth="0").smooth == 0
 
 
 def test_no_more_calibration_is_sampled_than_is_looked_at() -> None:
