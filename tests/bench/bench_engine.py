@@ -4,9 +4,9 @@ The engine alone: scheduler, loop and runner in one process, no gateway, no sock
     python -m tests.bench.bench_engine [--model FILE.gguf] [--repetitions 5] [--set quantization=int8] [--out FILE.json]
 
 Decode is measured in windows of steps around a context, prefill by whole prompts; medians, each with the state of the
-machine.  Options are those of `pellucid serve`, at its defaults.  "around" is the share of a step that is neither
-compute nor sampling, by the step's own record.  Where ../shared/reference/int8_step lies, the prototype runs in turn
-with us, in a process of its own: its rates are what these kernels can do on this machine.
+machine.  Options are those of `pellucid serve` at its defaults, but for speculation, which is off.  "around" is the
+share of a step that is neither compute nor sampling, by the step's own record.  Where ../shared/reference/int8_step
+lies, the prototype runs in turn with us, in a process of its own: what it reaches is what this machine allows.
 """
 
 import argparse
@@ -252,12 +252,13 @@ def show(row: Row) -> None:
 
 def options_of(model: Path, settings: list[str]) -> EngineOptions:
     """What `pellucid serve` would tell the engine, with the same room for keys and values as the prototype has."""
-    serve = read_options(dict(setting.split("=", 1) for setting in settings), {})
-    options = engine_options(serve, Model(path=model, name="bench"), Path(), data_dir("", dict(os.environ)) / PACKED, 0)
+    serve = read_options({"speculative": "off", **dict(setting.split("=", 1) for setting in settings)}, {})
+    data = data_dir("", dict(os.environ))
+    options = engine_options(serve, Model(path=model, name="bench"), data, data / PACKED, 0)
     form = choose_form(open_checkpoint(model), options)
-    blocks_max = SLOTS // BLOCK_SLOTS
-    kv_bytes = blocks_max * block_bytes(form.checkpoint.architecture, form.dtype, form.kv_dtype)
-    return msgspec.structs.replace(options, kv_memory_bytes=kv_bytes, sequences_max=SEQUENCES_MAX, drafts_max=0)
+    block = block_bytes(form.checkpoint.architecture, form.dtype, form.kv_dtype)
+    kv_bytes = SLOTS // BLOCK_SLOTS * block
+    return msgspec.structs.replace(options, kv_memory_bytes=kv_bytes, sequences_max=SEQUENCES_MAX)
 
 
 def arguments_of() -> argparse.Namespace:

@@ -151,12 +151,12 @@ LLAMA_FLAGS = "-fa on -np 32 -c 65536 --cache-ram 0"
 
 def known(peers: Path, model: Path, quantized: Mapping[str, Path], *, threads: int, llama_flags: str) -> list[Server]:
     """All servers, Pellucid first.  `quantized` has the forms that llama.cpp reads, by name."""
-    ours = Server(
-        PELLUCID, (sys.executable, "pellucid.py", "serve", "--model", str(model), "--port", "{port}"), "/ready", "bench"
-    )
-    ours = Server(ours.name, (*ours.command, "--model-name", ours.model), ours.ready_path, ours.model)
+    serve = (sys.executable, "pellucid.py", "serve", "--model", str(model), "--model-name", "bench", "--port", "{port}")
+    ours = Server(PELLUCID, serve, "/ready", "bench")
+    undrafted = Server(f"{PELLUCID} --speculative off", (*serve, "--speculative", "off"), "/ready", "bench")
     return [
         ours,
+        undrafted,
         *(llama(peers, name, path, llama_flags, threads=threads) for name, path in quantized.items()),
         Server(
             "OpenVINO GenAI",
