@@ -21,7 +21,7 @@ from engine.loop import Loop
 from engine.scheduler import Scheduler
 from engine.server import ListenError, Server
 from telemetry import logs
-from telemetry.clock import CLOCK_ID
+from telemetry.clock import CLOCK_ID, now_ns
 
 EXIT_USAGE = 2
 SPIN_COUNT = "10000"
@@ -30,6 +30,8 @@ How long libgomp's threads spin at a barrier before they sleep.  Its own default
 machine that is worth some percent; but a step has hundreds of barriers, and with one busy neighbour on two cores (a
 gateway, say) each of them waits for the kernel's scheduler then, and a step takes twenty times as long.
 """
+
+STARTED_NS = now_ns()  # torch, the model, the warm-up: all that a cold start is made of comes after it
 
 log = structlog.get_logger("engine")
 
@@ -112,7 +114,7 @@ def hello(options: EngineOptions, device: Device) -> Hello:
         sequences_max=options.sequences_max,
         waiting_max=options.waiting_max,
         eos_ids=facts.eos_ids,
-        details=facts.details,
+        details=facts.details | {"first_token_s": f"{(facts.first_token_ns - STARTED_NS) / 1e9:.2f}"},
         weights=facts.weights,
     )
 

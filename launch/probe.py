@@ -5,6 +5,7 @@ The gateway is asked over plain sockets: proxies in the environment have no say 
 """
 
 import asyncio
+import json
 import time
 from pathlib import Path
 
@@ -30,26 +31,37 @@ async def until_ready(host: str, port: int, say: Say) -> None:
     """Return when `/ready` answers 200; tell the person now and then that we still wait, and for what."""
     started_s = news_s = time.monotonic()
     while True:
-        answer = await ask(host, port, "/ready")
-        if answer.startswith("200 "):
+        status, answer = await ask(host, port, "/ready")
+        if status == 200:
             return
         if time.monotonic() - news_s >= NEWS_S:
             news_s = time.monotonic()
-            say(f"not ready after {news_s - started_s:.0f} s; /ready says: {answer}")
+            said = f"{status} {answer[:200]}" if status else answer
+            say(f"not ready after {news_s - started_s:.0f} s; /ready says: {said}")
         await asyncio.sleep(POLL_S)
 
 
-async def ask(host: str, port: int, path: str) -> str:
-    """`GET path`: status code and body in one line, or what is in the way."""
+async def cold_start(host: str, port: int) -> str:
+    """How long the engine took to its first token, in words; nothing if it does not say."""
+    _, answer = await ask(host, port, "/health")
+    try:
+        details = json.loads(answer)["engines"][0]["details"]
+        return f"{details['first_token_s']} s from the engine's cold start to its first token, on {details['kernels']}"
+    except (ValueError, LookupError, TypeError):
+        return ""
+
+
+async def ask(host: str, port: int, path: str) -> tuple[int, str]:
+    """`GET path`: status code and body; 0 and what is in the way."""
     try:
         return await asyncio.wait_for(_exchange(host, port, path), ANSWER_S)
     except TimeoutError:
-        return f"no answer within {ANSWER_S:g} s"
+        return 0, f"no answer within {ANSWER_S:g} s"
     except (OSError, ValueError) as error:
-        return f"no answer: {error}"
+        return 0, f"no answer: {error}"
 
 
-async def _exchange(host: str, port: int, path: str) -> str:
+async def _exchange(host: str, port: int, path: str) -> tuple[int, str]:
     reader, writer = await asyncio.open_connection(host, port)
     try:
         # HTTP/1.0: the server closes at the end, and neither chunks nor keep-alive are in play.
@@ -64,4 +76,4 @@ async def _exchange(host: str, port: int, path: str) -> str:
     version, _, status = head[:13].partition(b" ")
     if not version.startswith(b"HTTP/"):
         raise ValueError("the answer is no HTTP")
-    return f"{status[:3].decode(errors='replace')} {body.decode(errors='replace')[:200]}"
+    return int(status[:3]), body.decode(errors="replace")

@@ -24,7 +24,7 @@ from engine.config import EngineOptions
 from gateway.config import GatewayOptions
 from launch.errors import UserError
 from launch.options import ServeOptions
-from launch.probe import until_exists, until_ready
+from launch.probe import cold_start, until_exists, until_ready
 from launch.sizes import available_bytes, format_bytes
 from launch.store import Model, Store, data_dir
 from launch.supervise import ChildSpec, Say, Supervisor, python_command
@@ -64,7 +64,9 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
 
         async def ready() -> None:
             await until_ready(reachable(options.host), port, say)
-            out(banner(engine.model_name, reachable(options.host), port, time.monotonic() - started_s))
+            start_s = time.monotonic() - started_s
+            cold = await cold_start(reachable(options.host), port)
+            out(banner(engine.model_name, reachable(options.host), port, start_s, cold))
 
         return asyncio.run(supervisor.run(listening, ready))
 
@@ -248,7 +250,7 @@ def reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
-def banner(model_name: str, host: str, port: int, start_s: float) -> str:
+def banner(model_name: str, host: str, port: int, start_s: float, cold: str = "") -> str:
     """What the person sees when it is ready: two lines that work, and where to look."""
     base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     messages = [{"role": "user", "content": "What is the capital of France?"}]
@@ -262,8 +264,9 @@ def banner(model_name: str, host: str, port: int, start_s: float) -> str:
     here = importlib.util.find_spec("openai") is not None
     python = shlex.quote(sys.executable) if here else "python3"
     hint = "" if here else "   # needs: pip install openai"
+    started = f"{start_s:.1f} s after the start" + (f" ({cold})" if cold else "")
     return (
-        f"\n{model_name} is served at {base}/v1, {start_s:.1f} s after the start.  Try it:\n\n"
+        f"\n{model_name} is served at {base}/v1, {started}.  Try it:\n\n"
         f"{curl}\n\n"
         f"{python} -c {shlex.quote(program)}{hint}\n\n"
         f"Where the time of each request went: {base}/debug/requests\n"

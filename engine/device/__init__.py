@@ -31,6 +31,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
     reproducible: bool  # a row's result was found not to depend on its neighbours
     details: dict[str, str]  # dtype, kernels, threads: for /health and logs
     weights: WeightFacts = WeightFacts()
+    first_token_ns: int = 0  # of the monotonic clock: when the warm-up had computed its first token
 
 
 class Device(Protocol):

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -69,6 +70,8 @@ class Runner:
         runner = Runner(model, _facts(form, model, context_max, blocks_max), draw)
         for plan in warm_up_plans(rows_max=min(options.tokens_step_max, context_max), blocks_max=blocks_max):
             runner.run(plan)
+            if not runner.facts.first_token_ns:
+                runner.facts = msgspec.structs.replace(runner.facts, first_token_ns=time.monotonic_ns())
         runner.reset()
         give_back_memory()
         return runner

@@ -1,6 +1,7 @@
 """From settings to processes: what is passed on, how much memory is asked for, when it counts as ready."""
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -174,13 +175,32 @@ async def test_the_engine_listens_when_its_socket_appears(tmp_path: Path, monkey
 async def test_a_silent_server_does_not_hold_us_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "ANSWER_S", 0.05)
     async with answering(b"") as port:
-        assert await probe.ask("127.0.0.1", port, "/ready") == "no answer within 0.05 s"
+        assert await probe.ask("127.0.0.1", port, "/ready") == (0, "no answer within 0.05 s")
 
 
 async def test_a_closed_port_is_no_answer() -> None:
     async with answering(http("200 OK")) as port:
         pass
-    assert (await probe.ask("127.0.0.1", port, "/ready")).startswith("no answer: ")
+    status, answer = await probe.ask("127.0.0.1", port, "/ready")
+    assert status == 0 and answer.startswith("no answer: ")
+
+
+HEALTH = {"engines": [{"details": {"first_token_s": "1.25", "kernels": "native avx2"}}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (json.dumps(HEALTH), "1.25 s from the engine's cold start to its first token, on native avx2"),
+        ('{"engines": []}', ""),
+        ('{"engines": [{"details": {}}]}', ""),
+        ("[1]", ""),
+        ("nothing", ""),
+    ],
+)
+async def test_the_cold_start_is_told_if_the_engine_tells_it(body: str, words: str) -> None:
+    async with answering(http("200 OK", body)) as port:
+        assert await probe.cold_start("127.0.0.1", port) == words
 
 
 @pytest.mark.parametrize(("log_format", "line"), [("console", "pellucid: hello"), ("json", '"event": "hello"')])
