@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from launch.errors import UserError
 from launch.options import BY_NAME, OPTIONS, Option, read_options
-from launch.parse import parse_switch
+from launch.parse import DRAFTS_AUTO_MAX, DRAFTS_MAX, parse_speculative, parse_switch
 from launch.sizes import KvMemory, available_bytes, format_bytes, parse_bytes, parse_kv_memory
 
 
@@ -128,6 +128,17 @@ def test_sizes_refuse(text: str) -> None:
 def test_kv_memory_refuses(text: str) -> None:
     with pytest.raises(ValueError, match="%|less than"):
         parse_kv_memory(text)
+
+
+def test_speculation_is_a_word_or_a_number() -> None:
+    found = {text: parse_speculative(text) for text in ("auto", "OFF", "0", "7", str(DRAFTS_MAX))}
+    assert found == {"auto": DRAFTS_AUTO_MAX, "OFF": 0, "0": 0, "7": 7, str(DRAFTS_MAX): DRAFTS_MAX}
+
+
+@pytest.mark.parametrize("text", ["", "on", "-1", "64", "1.5"])
+def test_speculation_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match=r"auto|0 \.\. 63"):
+        parse_speculative(text)
 
 
 def test_kv_memory_is_a_size_or_a_share() -> None:
