@@ -146,8 +146,8 @@ SETTINGS = (
     Setting(
         name="rotate",
         metavar="KIND",
-        help="int8: full costs the least quality, and only Pellucid reads it; offline; or none. "
-        f"Unset: {ROTATION_DEFAULT}.",
+        help="int8: full costs the least quality, and only Pellucid reads it; offline; or none."
+        f" Unset: {ROTATION_DEFAULT}.",
         parse=one_of(*ROTATIONS),
         schemes=("int8",),
         reason="it gains nothing where activations are not rounded in even steps",
