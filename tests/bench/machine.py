@@ -73,6 +73,15 @@ def _build() -> ctypes.CDLL | None:
     return library
 
 
+def busy_s() -> float:
+    """Processor seconds that all cores together have spent on anything, ever; 0 where nobody says."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _idle, _wait, irq, softirq, steal = map(int, stat.read_text().split("\n", 1)[0].split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def commit() -> str:
     """The commit that is measured, with a plus where files differ from it; empty outside a clone."""
     git = ["git", "describe", "--always", "--abbrev=10", "--dirty=+"]

@@ -113,7 +113,18 @@ def test_no_two_prompts_of_a_load_begin_alike() -> None:
 
 
 def point(number: int, load: Load, server: str, figure: float) -> Point:
-    return Point(number, load.name, server, figure, "one L3 (30 ns)", "two L3s (150 ns)", 2.0, 0.0, {})
+    return Point(
+        number,
+        load.name,
+        server,
+        figure,
+        "one L3 (30 ns)",
+        "two L3s (150 ns)",
+        2.0,
+        0.0,
+        0.0 if number == 1 else 1.0,
+        {},
+    )
 
 
 def test_a_ratio_above_one_is_better_whichever_way_the_figure_goes() -> None:
@@ -128,7 +139,7 @@ def test_a_ratio_above_one_is_better_whichever_way_the_figure_goes() -> None:
     assert ratios(points, rate, PELLUCID, "peer") == [2, 2]
     assert ratios(points, delay, PELLUCID, "peer") == [4, 4]
     text = table(points, [rate, delay], [PELLUCID, "peer"])
-    assert "| 150 (100-200) | 75 (50-100) | 2.00x | changed 4 |" in text
+    assert "| 150 (100-200) | 75 (50-100) | 2.00x | changed 4, of 4 disturbed 2 |" in text
 
 
 def test_the_state_has_a_name() -> None:

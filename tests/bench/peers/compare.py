@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -28,13 +29,14 @@ from launch.known import DEFAULT_MODEL
 from launch.store import Store, data_dir
 from pellucid import VERSION
 from quant.text_files import tokenizing
-from tests.bench.machine import Machine, commit, host
+from tests.bench.machine import Machine, busy_s, commit, host
 from tests.bench.peers.servers import LLAMA_FLAGS, PELLUCID, ROOT, Running, known, llama, started
 
 CLIENT_S_MAX = 1000
 RANDOM_TOKENS = 4  # at the start of each prompt
 IDLE_S = 1.0
 IDLE_CPU_MAX = 0.03  # of a core
+FOREIGN_CPU_MAX = 0.1  # of a core: more, and the sample is called disturbed
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Point:
     state_after: str
     server_cpu: float  # cores
     others_cpu: float  # cores that the idle servers took meanwhile
+    foreign_cpu: float  # cores that went to what is no part of this
     sample: dict[str, float]
 
 
@@ -131,22 +134,32 @@ def measure(
 def _point(
     number: int, load: Load, running: Running, servers: list[Running], prompts: list[list[int]], machine: Machine
 ) -> Point:
-    before = machine.state()
+    state = machine.state()
     others = [other for other in servers if other is not running]
-    began, mine, theirs = time.monotonic(), running.cpu_s(), sum(other.cpu_s() for other in others)
+    began = time.monotonic()
+    spent_before = (running.cpu_s(), sum(other.cpu_s() for other in others), _clients_s(), busy_s())
     sample = run_client(running, prompts, load)
     wall_s = time.monotonic() - began
+    spent_after = (running.cpu_s(), sum(other.cpu_s() for other in others), _clients_s(), busy_s())
+    mine, theirs, client, busy = (after - before for before, after in zip(spent_before, spent_after, strict=True))
     return Point(
         round=number + 1,
         load=load.name,
         server=running.server.name,
         figure=sample[load.figure],
-        state_before=str(before),
+        state_before=str(state),
         state_after=str(machine.state()),
-        server_cpu=(running.cpu_s() - mine) / sample["wall_s"],
-        others_cpu=(sum(other.cpu_s() for other in others) - theirs) / wall_s,
+        server_cpu=mine / sample["wall_s"],
+        others_cpu=theirs / wall_s,
+        foreign_cpu=max(busy - mine - theirs - client, 0.0) / wall_s,
         sample=sample,
     )
+
+
+def _clients_s() -> float:
+    """Processor seconds of all clients that have ended, their starts included."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def ratios(points: list[Point], load: Load, ours: str, peer: str) -> list[float]:
@@ -179,6 +192,8 @@ def _states(points: list[Point]) -> str:
         before, after = point.state_before.partition(" (")[0], point.state_after.partition(" (")[0]
         name = before if before == after else "changed"
         seen[name] = seen.get(name, 0) + 1
+    if disturbed := sum(point.foreign_cpu > FOREIGN_CPU_MAX for point in points):
+        seen[f"of {len(points)} disturbed"] = disturbed
     return ", ".join(f"{name} {count}" for name, count in sorted(seen.items()))
 
 
