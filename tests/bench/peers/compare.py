@@ -15,6 +15,7 @@ import os
 import platform
 import random
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -270,6 +271,7 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Start all, measure, print and save."""
     arguments = arguments_of()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # through all `finally`: no server is left behind
     peers = arguments.peers.absolute()
     out: Path = arguments.out or peers / "results"
     out.mkdir(parents=True, exist_ok=True)
