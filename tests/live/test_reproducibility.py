@@ -16,6 +16,8 @@ from engine.config import EngineOptions, SchedulerConfig
 from engine.device import Device
 from engine.device.runner import Runner
 from engine.scheduler import Scheduler
+from engine.speculate import Speculation
+from tests.torch.prophet import Prophet
 from tests.torch.rounded import SCHEMES, write_rounded_file
 
 SEED = 5
@@ -25,17 +27,20 @@ BLOCK_SLOTS = 16
 LAYERS = 4  # of the model, where it is quantized: each runs the same kernels on the same shapes
 
 
-@pytest.fixture(scope="module", params=["default", "int8 with int8 KV", "gptq-g64 with fp8 KV"])
+@pytest.fixture(
+    scope="module", params=["default", "original numbers", "gptq-g64 with int8 KV", "gptq-g64 with fp8 KV, in torch"]
+)
 def device(request: pytest.FixtureRequest, default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     options = EngineOptions(model=str(default_model), model_name="m", listen="", kv_memory_bytes=1 << 29)
-    if request.param != "default":
-        weights, _, kv_dtype, _ = request.param.split()
+    if request.param == "original numbers":
+        options = msgspec.structs.replace(options, quantization="none")
+    elif request.param != "default":
+        weights, _, kv_dtype, *_ = request.param.split()
         directory = tmp_path_factory.mktemp(weights)
         write_rounded_file(default_model, directory, SCHEMES[weights], LAYERS)
         options = msgspec.structs.replace(options, model=str(directory), kv_dtype=kv_dtype)
     runner = Runner.load(options)
     assert runner.facts.reproducible
-    assert runner.facts.weights.label == {"d": "float", "i": "int8", "g": "gptq-4bit-g64"}[request.param[0]]
     return runner
 
 
@@ -71,7 +76,14 @@ def workload(prompt_tokens_max: int = 700) -> list[GenerateRequest]:
 class World:
     """A scheduler over the device; `play` runs requests to their end."""
 
-    def __init__(self, device: Device, *, blocks_max: int | None = None, tokens_step_max: int = 512) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        blocks_max: int | None = None,
+        tokens_step_max: int = 512,
+        speculation: Speculation | None = None,
+    ) -> None:
         facts = device.facts
         config = SchedulerConfig(
             blocks_max=blocks_max or facts.blocks_max,
@@ -81,7 +93,7 @@ class World:
             vocab_size=facts.vocab_size,
         )
         self.device = device
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, speculation=speculation)
         self.now_ns = 0
         self.preemptions = 0
         self.cached_tokens = 0
@@ -105,8 +117,8 @@ class World:
 
 @pytest.fixture(scope="module")
 def requests(device: Runner) -> list[GenerateRequest]:
-    """All on the default configuration; fewer and shorter ones where it differs."""
-    return workload() if device.facts.weights.label == "float" else workload(prompt_tokens_max=120)[:12]
+    """All on native kernels; fewer and shorter ones in torch."""
+    return workload() if "native" in device.facts.details["kernels"] else workload(prompt_tokens_max=120)[:12]
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +151,15 @@ def test_in_any_order_and_in_any_chunks(
 ) -> None:
     shuffled = random.Random(order).sample(requests, len(requests))
     assert World(device, tokens_step_max=tokens_step_max).play(shuffled) == alone
+
+
+def test_with_drafts_right_and_wrong(
+    device: Runner, requests: list[GenerateRequest], alone: dict[str, tuple[int, ...]]
+) -> None:
+    future = {name: list(tokens) for name, tokens in alone.items()}
+    prophet = Prophet(future, seed=3)
+    assert World(device, speculation=prophet).play(requests) == alone
+    assert 0 < prophet.accepted < prophet.drafted
 
 
 def test_preempted_again_and_again(
