@@ -26,6 +26,7 @@ from engine.sequence import Sequence
 from engine.step_costs import KNOWN, StepCosts
 
 GAIN_MIN = 0.02  # of tokens per second, below which it is not worth the risk
+ROW_MIN = 0.01  # of a step's cost that each draft has at least, whatever was measured: nothing is quite free
 ROWS_MORE_MAX = 64  # drafts of one step
 CHANCE_MAX = 0.98
 CHANCE_MIN = 0.02  # a draft that is right less often is not looked at
@@ -250,7 +251,8 @@ class Speculator:
         steps = [(-chance, place) for place, ladder in enumerate(ladders) for chance in ladder]
         steps.sort()  # A ladder descends, so a deeper rung never comes before a higher one.
         rows = len(asking)
-        plain = best = rows / self.costs.cost(rows, keys)
+        least = self.costs.cost(rows, keys)
+        plain = best = rows / least
         tokens, best_count = float(rows), 0
         for count, (chance, place) in enumerate(steps[:budget], 1):
             tokens -= chance
@@ -258,6 +260,7 @@ class Speculator:
             cost = self.costs.cost(rows + count, keys)
             if explores:
                 cost *= 1 - self.costs.doubt(rows + count)
+            cost = max(cost, least * (1 + ROW_MIN * count))
             if tokens > best * cost:
                 best, best_count = tokens / cost, count
             elif count - best_count > LADDER_MISSES_MAX:

@@ -1,15 +1,15 @@
 """
 What a step costs that computes m rows, learned from the steps that were.
 
-    time = level * (shape(m) + per_key * keys)        level in ns; shape(1) is about 1; keys in thousands
+    time = level * (shape(m) + per_key * keys)        level in ns; shape(1) is 1; keys in thousands
 
 `level` follows the machine, which is faster now and slower then; the shape, which decides whether a row more is worth
 it, only changes slowly and only by comparison.  The shape is linear between knots.  One that was never seen lies on the
 line between those that were; beyond them it is guessed: rows are nearly free where a step waits for the weights, and
 cost in proportion where it computes.  The guess errs to the dear side for many rows, where little is to be gained.
 
-Steps that are much too slow (a pause of the machine, code that is generated on first use) hardly count; steps that are
-much too fast always do: nothing is faster than it can be.
+Slow steps (somebody else has the processor, code is generated on first use) count less than fast ones, and those that
+are much too slow hardly: nothing is faster than it can be.
 """
 
 from itertools import pairwise
@@ -17,10 +17,11 @@ from itertools import pairwise
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 512, 1024)
 FREE_ROWS = 8  # of the first guess: up to here a row costs FREE_ROW of the first one
 FREE_ROW = 0.05
-RATE_MIN = 0.04  # how fast the shape follows, at least
-LEVEL_RATE = 0.05
-SLOW_MAX = 1.5  # a step that took more than so many times what was expected is taken for one of so many times
-FAST_MIN = 0.7
+RATE_MIN = 0.03  # how fast the shape follows, at least
+LEVEL_RATE = 0.1  # the level is the faster one: what happens to all steps is no matter of their rows
+SLOW_MAX = 2.0  # a step that took more than so many times what was expected is taken for one of so many times
+FAST_MIN = 0.4
+SLOWLY = 0.5  # how much a slow step counts, beside a fast one
 KNOWN = 4.0  # so many observations make a knot one to rely on
 DOUBT = 0.3  # how much cheaper a knot may be that was never seen
 FADE_STEPS = 64
@@ -51,7 +52,8 @@ class _Keys:
     """What a thousand keys cost: how steps of about as many rows differ where they attend to more or fewer keys."""
 
     FADE = 0.998
-    RIDGE = 0.01  # as if nothing had been found in so much variation
+    RIDGE = 2.0  # as if nothing had been found in so much variation: what drifts together is no cause yet
+    COST_MAX = 0.3  # of a step of one row: more than the smallest models pay
 
     def __init__(self) -> None:
         self.cost = 0.0
@@ -66,7 +68,13 @@ class _Keys:
         if count:
             self._both = self._both * self.FADE + more_keys * more_cost / (cost * cost)
             self._square = self._square * self.FADE + more_keys * more_keys / (cost * cost)
-            self.cost = max(0.0, self._both / (self._square + self.RIDGE))
+            self.cost = min(self.COST_MAX, max(0.0, self._both / (self._square + self.RIDGE)))
+
+    def rescale(self, factor: float) -> None:
+        """Costs are counted in units that are `factor` times as large."""
+        self.cost /= factor
+        self._means = [(keys, cost / factor, count) for keys, cost, count in self._means]
+        self._both, self._square = self._both * factor, self._square * factor * factor
 
 
 class StepCosts:
@@ -107,29 +115,39 @@ class StepCosts:
         expected = self.cost(rows, keys)
         if self.level_ns <= 0:
             self.level_ns = spent_ns / expected
+        ratio = min(SLOW_MAX, max(FAST_MIN, spent_ns / (self.level_ns * expected)))
         known = self.seen(rows) >= KNOWN
-        ratio = min(spent_ns / (self.level_ns * expected), SLOW_MAX if known else 2 * SLOW_MAX)
-        self._move(knot, 1 - share, share, (ratio - 1) * expected, hurry=ratio < FAST_MIN)
+        surprise = (ratio - 1) * (SLOWLY if ratio > 1 and known else 1)
         if known:
-            self.level_ns *= 1 + LEVEL_RATE * (max(ratio, FAST_MIN) - 1)
+            # Both are moved by the same surprise: where there is none on average, neither drifts.
+            self.level_ns *= 1 + LEVEL_RATE * surprise
             if FAST_MIN < ratio < SLOW_MAX:
                 self._keys.observe(knot + (share >= 0.5), keys, ratio * expected)
+        self._move(knot, 1 - share, share, surprise * expected)
         self._steps += 1
         if self._steps % FADE_STEPS == 0:
             self._seen = [seen * FADE for seen in self._seen]
 
-    def _move(self, knot: int, below: float, above: float, error: float, *, hurry: bool) -> None:
+    def _move(self, knot: int, below: float, above: float, error: float) -> None:
         """The two knots beside an observation take their part of the error; those never seen go with them."""
         norm, new = below * below + above * above, False
         for index, weight in ((knot, below), (knot + 1, above)):
             if weight > 0:
                 seen = self._seen[index]
-                rate = max(RATE_MIN, 1 / (1 + seen), 0.5 if hurry else 0.0)
+                rate = max(RATE_MIN, 1 / (1 + seen))
                 self._shape[index] = max(1e-3, self._shape[index] + rate * error * weight / norm)
                 self._seen[index] = seen + weight
                 new = new or seen < KNOWN
         if new or self._steps % FILL_STEPS == 0:
             self._fill()
+            self._normalize()
+
+    def _normalize(self) -> None:
+        """A step of one row costs 1: what all knots have in common belongs to the level."""
+        factor = self._shape[0]
+        self._shape = [cost / factor for cost in self._shape]
+        self._keys.rescale(factor)
+        self.level_ns *= factor
 
     def _fill(self) -> None:
         """Guess the knots that were never seen."""

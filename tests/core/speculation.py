@@ -25,6 +25,33 @@ def step_ns(rows: int, keys: float) -> int:
     raise AssertionError(f"{rows} rows are more than a test needs")
 
 
+Noise = Callable[[], float]
+"""How many times longer a step takes than it would."""
+
+
+def still(_seed: int) -> Noise:
+    """None."""
+    return lambda: 1.0
+
+
+def usual(seed: int) -> Noise:
+    """A few percent, and a pause now and then."""
+    dice = random.Random(seed)
+    return lambda: 6.0 if dice.random() < 0.01 else dice.choice((0.95, 1.0, 1.0, 1.05))
+
+
+def wild(seed: int) -> Noise:
+    """Somebody else takes the processor away: everything is slower for long, and one step in three by much."""
+    dice, state = random.Random(seed), [1.0]
+
+    def noise() -> float:
+        if dice.random() < 0.03:
+            state[0] = dice.choice((1.0, 1.5, 3.0))
+        return state[0] * (dice.choice((1.5, 2.5, 5.0)) if dice.random() < 0.33 else dice.uniform(0.9, 1.1))
+
+    return noise
+
+
 class Outcome:
     """What a run came to."""
 
@@ -44,7 +71,7 @@ def run(
     streams: int,
     speculator: Speculator | None = None,
     cost: Callable[[int, float], int] = step_ns,
-    noise: random.Random | None = None,
+    noise: Noise | None = None,
     lookup_ns: int = 20_000,
 ) -> Outcome:
     """Play `texts`, so many at a time; a look for drafts costs time as well."""
@@ -70,7 +97,7 @@ def run(
         emitted, plain_ns = _answer(running, wishes, speculator, outcome, cost)
         spent_ns = cost(rows, keys) + searched_ns
         if noise is not None:
-            spent_ns = int(spent_ns * noise.choice((0.95, 1.0, 1.0, 1.05, 1.05 if noise.random() < 0.95 else 6.0)))
+            spent_ns = int(spent_ns * noise())
         speculator.spent(rows, keys, spent_ns)
         outcome.spent_ns += cost(rows, keys) + searched_ns
         outcome.plain_ns += plain_ns

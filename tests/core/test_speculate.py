@@ -12,9 +12,22 @@ from engine.api import GenerateRequest, Sampling
 from engine.sequence import Sequence
 from engine.speculate import ROWS_MORE_MAX, Speculator
 from engine.step_costs import KNOTS, StepCosts
-from tests.core.speculation import Text, alternating, chatting, copying, deceiving, run, step_ns
+from tests.core.speculation import (
+    Noise,
+    Text,
+    alternating,
+    chatting,
+    copying,
+    deceiving,
+    run,
+    step_ns,
+    still,
+    usual,
+    wild,
+)
 
 LOSS_MAX = 0.03
+LOSS_WILD_MAX = 0.1
 ADVERSARIES: dict[str, Callable[[], list[Text]]] = {
     "chat": lambda: chatting(1, count=40),
     "never": lambda: deceiving(1, count=40, run=2),
@@ -25,20 +38,21 @@ ADVERSARIES: dict[str, Callable[[], list[Text]]] = {
 }
 
 
-@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("noise", [still, usual, wild])
 @pytest.mark.parametrize("streams", [1, 8, 32])
 @pytest.mark.parametrize("texts", ADVERSARIES.values(), ids=ADVERSARIES)
-def test_it_never_loses(texts: Callable[[], list[Text]], streams: int, noisy: bool) -> None:
-    found = run(texts(), streams=streams, noise=random.Random(streams) if noisy else None)
-    assert found.speedup >= 1 - LOSS_MAX
+def test_it_never_loses(texts: Callable[[], list[Text]], streams: int, noise: Callable[[int], Noise]) -> None:
+    """To speak of, that is: where nothing can be measured, a little."""
+    found = run(texts(), streams=streams, noise=noise(streams))
+    assert found.speedup >= 1 - (LOSS_WILD_MAX if noise is wild else LOSS_MAX)
 
 
-@pytest.mark.parametrize("noisy", [False, True])
-def test_it_gains_where_texts_are_copied(noisy: bool) -> None:
-    found = run(copying(1, count=20), streams=1, noise=random.Random(1) if noisy else None)
-    assert found.speedup > 2.5
+@pytest.mark.parametrize("noise", [still, usual, wild])
+def test_it_gains_where_texts_are_copied(noise: Callable[[int], Noise]) -> None:
+    found = run(copying(1, count=20), streams=1, noise=noise(1))
+    assert found.speedup > 2.2
     assert found.accepted > 0.7 * found.drafted
-    assert run(copying(2, count=40), streams=8).speedup > 1.1
+    assert run(copying(2, count=40), streams=8, noise=noise(2)).speedup > 1.05
 
 
 def test_under_load_it_turns_itself_off_and_does_not_even_look() -> None:
@@ -102,14 +116,14 @@ def test_drafts_stay_within_their_bounds() -> None:
         speculator.spent(40, 1.0, flat)
         speculator.spent(100, 1.0, flat)
     sizes = []
-    for budget in (0, 1, 7, 1000):
+    for budget in (0, 6, 9, 1000):
         for _ in range(60):  # reading takes its time
             wishes = speculator.wish(sequences, budget)
             speculator.spent(40, 1.0, flat)
         sizes.append(sum(map(len, wishes.values())))
         assert all(0 < len(tokens) <= 4 for tokens in wishes.values())
         assert all(len(wishes.get(one.number, ())) < one.request.tokens_max for one in sequences)
-    assert sizes[:3] == [0, 1, 7] and 7 < sizes[3] <= ROWS_MORE_MAX
+    assert sizes[:3] == [0, 6, 9] and 9 < sizes[3] <= ROWS_MORE_MAX
 
 
 def _quoting(number: int) -> Sequence:
@@ -151,6 +165,17 @@ def test_costs_are_learned_in_noise_and_outliers(seed: int) -> None:
     for rows in (2, 4, 8, 16, 32):
         true = step_ns(rows, rows * 0.5) / step_ns(1, 0.5)
         assert costs.cost(rows, rows * 0.5) / costs.cost(1, 0.5) == pytest.approx(true, rel=0.12), rows
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_contexts_that_grow_are_not_blamed_for_a_machine_that_slows_down(seed: int) -> None:
+    """One size of step only, its keys grow as its time does: keys must not come to look like all that a step costs."""
+    noise, costs = wild(seed), StepCosts()
+    for step in range(600):
+        keys = 8 * (0.1 + step % 200 / 1000)
+        costs.observe(8, keys, int(step_ns(8, keys) * noise() * (1 + step / 300)))
+    assert costs.cost(8, keys * 9 / 8) / costs.cost(8, keys) < 1.05
+    assert 0.3 < costs.cost(8, 0.0) < 3
 
 
 def test_costs_follow_the_machine_and_keep_their_shape() -> None:
