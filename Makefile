@@ -114,11 +114,13 @@ $(VENV)/made.stamp:
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-$(VENV)/serve.stamp: $(VENV)/made.stamp requirements.lock pyproject.toml
+# The native kernels are compiled by the installation.
+KERNELS := setup.py engine/device/native/build.py $(wildcard engine/device/native/src/*)
+$(VENV)/serve.stamp: $(VENV)/made.stamp requirements.lock pyproject.toml $(KERNELS)
 	@$(PIP) --editable .
 	@touch $@
 
-$(VENV)/everything.stamp: $(VENV)/made.stamp requirements.lock pyproject.toml
+$(VENV)/everything.stamp: $(VENV)/made.stamp requirements.lock pyproject.toml $(KERNELS)
 	@$(PIP) --editable '.[test,dev]'
 	@touch $(VENV)/serve.stamp $@
 
@@ -127,5 +129,5 @@ lock: $(VENV)/everything.stamp
 	@mv $(VENV)/lock.new requirements.lock
 
 clean:
-	rm -rf $(VENV) $(AUTO_GPTQ) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AUTO_GPTQ) engine/device/native/lib $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
