@@ -230,7 +230,7 @@ def test_the_report_tells_what_became_of_outliers(tmp_path: Path) -> None:
     """One channel of the residual stream, and one inside the MLP, far larger than the others."""
     directory = write_model(tmp_path / "model", intermediate_size=192)
     tensors = load_file(directory / "model.safetensors")
-    tensors["model.embed_tokens.weight"][:, 11] *= 30
+    tensors["model.embed_tokens.weight"][:, 11] *= 100  # what the MLP adds must not hide it
     for layer in (0, 1):
         tensors[f"model.layers.{layer}.mlp.up_proj.weight"][70] *= 30
     save_file(tensors, directory / "model.safetensors")

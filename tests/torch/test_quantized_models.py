@@ -166,7 +166,7 @@ def test_keys_and_values_in_8_bits(kv_dtype: str, source: Path) -> None:
     """Close to the floats, and the same in any company."""
     options = EngineOptions(
         model=str(source), model_name="m", listen="", dtype="bfloat16", threads=1, kv_memory_bytes=4 << 20,
-        kv_dtype=kv_dtype,
+        quantization="none", kv_dtype=kv_dtype,
     )  # fmt: skip
     runner = Runner.load(options)
     assert runner.facts.reproducible

@@ -10,6 +10,7 @@ import torch
 
 from engine.api import Sampling
 from engine.device.batch import padded_rows, padded_slots
+from engine.device.kernels.torch_fast import TorchFastKernels
 from engine.device.runner import Runner
 from engine.device.torch_model import TorchModel
 from engine.plan import SampleSpec, Slice, SliceResult, StepPlan
@@ -162,13 +163,15 @@ def test_broken_plan_is_our_bug(runner: Runner, name: str) -> None:
         runner.run(StepPlan(step_id=1, slices=BROKEN[name]))
 
 
-def test_equal_work_is_one_group(runner: Runner) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_work_is_one_group(dtype: torch.dtype, tiny_model: Path) -> None:
     """Attention calls are what a step of many sequences is made of; a group that falls apart costs a multiple."""
+    model = load(tiny_model, dtype=str(dtype).removeprefix("torch."), kernels=TorchFastKernels(dtype))._model
+    assert isinstance(model, TorchModel)
     for length in (1, 16, 17, 180, 200, 330, 500, 700):
         lengths = [length - min(i, length - 1) for i in range(4)]
         pieces = [Slice(sequence=i, start=n - 1, tokens=(1,), blocks=table(44 * i, n)) for i, n in enumerate(lengths)]
-        assert isinstance(runner._model, TorchModel)
-        batch = runner._model._builder.build(StepPlan(step_id=1, slices=tuple(pieces)))
+        batch = model._builder.build(StepPlan(step_id=1, slices=tuple(pieces)))
         assert len(batch.groups) == 1, length
 
 

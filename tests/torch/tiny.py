@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from engine.api import Sampling
 from engine.config import EngineOptions
+from engine.device.kernels import Kernels
 from engine.device.runner import Runner
 from engine.plan import SampleSpec, Slice, SliceResult, StepPlan
 from quant.formats.architecture import from_directory
@@ -97,8 +98,9 @@ def load(
     kv_memory_bytes: int = 4 << 20,
     context_max: int = 0,
     threads: int = 1,
+    kernels: Kernels | None = None,
 ) -> Runner:
-    """A runner on that model."""
+    """A runner on that model; `kernels` asks for the decoder in torch with these."""
     options = EngineOptions(
         model=str(model),
         model_name="tiny",
@@ -110,7 +112,7 @@ def load(
         context_max=context_max,
         tokens_step_max=64,
     )
-    return Runner.load(options)
+    return Runner.load(options, kernels)
 
 
 def table(first: int, tokens: int, slots: int = 16) -> tuple[int, ...]:

@@ -70,13 +70,13 @@ def build(target: Path, *, sanitize: bool = False) -> list[Path]:
         ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S_MAX, check=False)
+            if done.returncode:
+                raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr[-4000:]}")
+            draft.replace(path)  # never half a library, also while another process opens it
         except (OSError, subprocess.TimeoutExpired) as error:
-            draft.unlink(missing_ok=True)
             raise BuildError(f"the compiler failed: {error}") from error
-        if done.returncode:
+        finally:
             draft.unlink(missing_ok=True)
-            raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr[-4000:]}")
-        draft.replace(path)  # never half a library, also while another process opens it
         built.append(path)
     (target / REASON).unlink(missing_ok=True)
     return built

@@ -111,6 +111,7 @@ class NativeModel:
         """
         began_ns = monotonic_ns()
         rows, pieces, sampling = plan.tokens, plan.slices, len(wanted)
+        assert pieces, f"step {plan.step_id}: nothing to compute"
         assert len({piece.sequence for piece in pieces}) == len(pieces), f"step {plan.step_id}: a sequence twice"
         self._reserve(rows)
         numbers: list[int] = []
@@ -127,7 +128,7 @@ class NativeModel:
         assert first == sampling
         asked = sum(wanted)
         logits = torch.empty(asked, self._vocab) if asked else self._nothing
-        written, room = array("i", numbers), self._room
+        written, room = _int32(numbers), self._room
         address, length = written.buffer_info()
         step = Step(address, logits.data_ptr(), *room.addresses, length, len(pieces), rows, sampling, asked)
         called_ns = monotonic_ns()
@@ -192,3 +193,11 @@ class NativeModel:
             threads=threads,
             epsilon=a.norm_epsilon,
         )
+
+
+def _int32(numbers: list[int]) -> "array[int]":
+    """As one run of memory; a number that has no place there is not what a plan may hold."""
+    try:
+        return array("i", numbers)
+    except OverflowError as error:
+        raise AssertionError("a number beyond 32 bits") from error

@@ -23,7 +23,7 @@ from quant.formats.rounding import round_weight
 from quant.formats.scheme import Scheme
 from quant.formats.weights import Affine, Quantized
 
-PACKED_VERSION = 1  # raise it when the same weights begin to be packed in another way
+PACKED_VERSION = 2  # raise it when the same weights begin to be packed in another way
 LINEARS = ("qkv", "output", "gate_up", "down")
 _GROUPS = (128, 64, 32)
 _GATE_ROWS = 16  # gates and ups take turns by so many rows, so that both are at hand when a tile is done
@@ -178,13 +178,15 @@ def _group_of(weight: Affine) -> int:
 
 
 def _interleaved(gate_up: Linear, intermediate: int) -> Linear:
-    """Gates and ups by turns of 16 rows; what is missing to whole turns is zeros."""
+    """Gates and ups by turns of 16 rows; what is missing to whole turns is zeros.  Not what has no form in common."""
+    if len(gate_up.weights) != 1:
+        return gate_up
     turns = -(-intermediate // _GATE_ROWS)
     rows = torch.arange(turns * _GATE_ROWS).view(turns, 1, _GATE_ROWS)
     rows = torch.where(rows < intermediate, rows, -1).expand(-1, 2, -1).clone()
     rows[:, 1] += torch.where(rows[:, 1] >= 0, intermediate, 0)
     order = rows.reshape(-1)
-    weights = tuple(_rows(weight, order) for weight in gate_up.weights)
+    weights = (_rows(gate_up.weights[0], order),)
     bias = None if gate_up.bias is None else _picked(gate_up.bias, order)
     return Linear(weights, bias, gate_up.mix)
 

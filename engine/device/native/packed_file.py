@@ -1,18 +1,21 @@
 """
 Packed weights in a file: packed once, then mapped by every later start.
 
-    8 bytes  length of the index, little-endian
-    index    JSON: version, checksum of all that follows it, and of each array its name, type, shape and place
-    arrays   each at a multiple of 64 bytes
+    8 bytes   length of the index, little-endian
+    16 bytes  checksum of all the rest
+    index     JSON: version, and of each array its name, type, shape and place
+    arrays    each at a multiple of 64 bytes
 
 The name of the file says what it was made of, so a file is either the right one or not there.  A file that is broken
 (a full disk, a flipped bit) is found out by its checksum, and made anew.
 """
 
+import contextlib
 import hashlib
 import json
 import mmap
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +25,10 @@ from engine.device.native.pack import PACKED_VERSION, Array, Arrays
 ALIGNED = 64
 FILES_MAX = 4
 """Files that are kept in the directory: those used last."""
-_INDEX_BYTES_MAX = 1 << 24
-_SUFFIX = ".packed"
+_LENGTH_BYTES, _DIGEST_BYTES = 8, 16
+_HEAD_BYTES = _LENGTH_BYTES + _DIGEST_BYTES
+_SUFFIX, _DRAFT = ".packed", ".draft"
+_DRAFT_S_MAX = 3600  # a draft that is older belongs to nobody who still writes it
 
 
 class BrokenFile(Exception):
@@ -40,19 +45,23 @@ def write_packed(path: Path, arrays: Arrays) -> None:
     """Write a file as a whole or not at all, and remove those that were not used for longest.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     entries, place = [], 0
-    checksum = hashlib.blake2b(digest_size=16)
     for name, array in arrays.items():
         entries.append({"name": name, "type": array.dtype.str, "shape": array.shape, "place": place})
-        checksum.update(_padded(array))
         place += array.nbytes + -array.nbytes % ALIGNED
-    index = json.dumps({"version": PACKED_VERSION, "checksum": checksum.hexdigest(), "arrays": entries}).encode()
-    index += b" " * (-(len(index) + 8) % ALIGNED)
-    draft = path.with_suffix(f".{os.getpid()}")
+    index = json.dumps({"version": PACKED_VERSION, "arrays": entries}).encode()
+    index += b" " * (-(len(index) + _HEAD_BYTES) % ALIGNED)
+    length = len(index).to_bytes(_LENGTH_BYTES, "little")
+    checksum = hashlib.blake2b(length + index, digest_size=_DIGEST_BYTES)
+    draft = path.with_suffix(f".{os.getpid()}{_DRAFT}")
     try:
         with draft.open("wb") as file:
-            file.write(len(index).to_bytes(8, "little") + index)
+            file.write(bytes(_HEAD_BYTES) + index)
             for array in arrays.values():
-                file.write(_padded(array))
+                piece = _padded(array)
+                checksum.update(piece)
+                file.write(piece)
+            file.seek(0)
+            file.write(length + checksum.digest())
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
@@ -64,23 +73,22 @@ def write_packed(path: Path, arrays: Arrays) -> None:
 def map_packed(path: Path) -> Arrays:
     """The arrays of a file, mapped and read-only.  Raises FileNotFoundError, OSError or BrokenFile."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        size = os.fstat(file.fileno()).st_size
-        if not 0 < length <= min(size, _INDEX_BYTES_MAX):
-            raise BrokenFile(f"{path.name} has no index")
-        try:
-            index = json.loads(file.read(length))
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            content = memoryview(memory)[8 + length :]
-            whole = np.frombuffer(content, np.uint8)
-            if index["version"] != PACKED_VERSION:
-                raise BrokenFile(f"{path.name} is of another version")
-            if hashlib.blake2b(content, digest_size=16).hexdigest() != index["checksum"]:
-                raise BrokenFile(f"{path.name} does not match its checksum")
-            arrays = {entry["name"]: _array(whole, entry) for entry in index["arrays"]}
-        except (ValueError, KeyError, TypeError) as error:
-            raise BrokenFile(f"{path.name} is broken: {error}") from error
-    os.utime(path)  # it was used
+        if os.fstat(file.fileno()).st_size <= _HEAD_BYTES:
+            raise BrokenFile(f"{path.name} is cut short")
+        memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    content = memory[_HEAD_BYTES:]
+    checksum = hashlib.blake2b(memory[:_LENGTH_BYTES], digest_size=_DIGEST_BYTES)
+    checksum.update(content)
+    if checksum.digest() != memory[_LENGTH_BYTES:_HEAD_BYTES]:
+        raise BrokenFile(f"{path.name} does not match its checksum")
+    length = int.from_bytes(memory[:_LENGTH_BYTES], "little")
+    index = json.loads(bytes(content[:length]))
+    if index["version"] != PACKED_VERSION:
+        raise BrokenFile(f"{path.name} is of another version")
+    whole = np.frombuffer(content[length:], np.uint8)
+    arrays = {entry["name"]: _array(whole, entry) for entry in index["arrays"]}
+    with contextlib.suppress(OSError):  # a directory that others keep for us
+        os.utime(path)  # it was used
     return arrays
 
 
@@ -96,6 +104,16 @@ def _padded(array: Array) -> bytes:
 
 
 def _forget_old(directory: Path) -> None:
-    files = sorted(directory.glob(f"*{_SUFFIX}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    files = sorted(directory.glob(f"*{_SUFFIX}"), key=_used_s, reverse=True)
     for file in files[FILES_MAX:]:
         file.unlink(missing_ok=True)
+    for draft in directory.glob(f"*{_DRAFT}"):  # of a process that was killed
+        if time.time() - _used_s(draft) > _DRAFT_S_MAX:
+            draft.unlink(missing_ok=True)
+
+
+def _used_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another process has just removed it
+        return 0.0

@@ -187,7 +187,7 @@ inline void soften(AttentionScratch& t, int r, int dim, const uint8_t* const* bl
   if (rounded) {  // 15-bit integers, relative to the heaviest of the split
     const float top = max_of(heaviest);
     unit = top / 32767.f;
-    const Floats inverse = all(top > 0 ? 32767.f / top : 0.f);
+    const Floats inverse = all(inverse_of(top, 32767.f));
     int16_t* weights = reinterpret_cast<int16_t*>(t.weights) + r * PL_SPLIT;
     for (int b = 0; b < count; b++) store_int16(weights + 16 * b, mul(load(values + 16 * b), inverse));
   }
@@ -236,6 +236,7 @@ inline float exp2_of(float x) {
 // `to` and the keys after it.
 inline void merge(Part& to, const Part& later, int queries, int dim) {
   for (int r = 0; r < queries; r++) {
+    if (later.sum[r] == 0.f) continue;  // it saw nothing there
     const float most = std::max(to.most[r], later.most[r]);
     const float a = exp2_of(to.most[r] - most), b = exp2_of(later.most[r] - most);
     to.most[r] = most;
@@ -258,7 +259,7 @@ inline void load_queries(Queries& q, const float* x, int64_t row_stride, int row
     if (Kv::kKeyBytes == 1) {
       const float most = largest(from, dim);
       int8_t* codes = reinterpret_cast<int8_t*>(q.codes) + i * dim;
-      round_columns(from, dim, most > 0 ? 127.f / most : 0.f, codes);
+      round_columns(from, dim, inverse_of(most, 127.f), codes);
       q.scales[i] = most / 127.f;
       int32_t sum = 0;
       for (int j = 0; j < dim; j++) sum += codes[j];
@@ -270,18 +271,18 @@ inline void load_queries(Queries& q, const float* x, int64_t row_stride, int row
   }
 }
 
-// Keep a token's key and value in slot `slot` of a block.  What is no number is kept as 0: its row is found out
-// elsewhere, and whoever gets the block next multiplies what it does not see by 0.
+// Keep a token's key and value in slot `slot` of a block.  What is no number is kept as 0, because whoever gets the block
+// next multiplies what it does not see by 0; the answer is false then.
 template <class Kv>
-inline void keep(uint8_t* block, int slot, const float* key, const float* value, int dim) {
+inline bool keep(uint8_t* block, int slot, const float* key, const float* value, int dim) {
   uint8_t* keys = block;
   uint8_t* values = block + 16 * dim * Kv::kKeyBytes + (slot >> 1) * 2 * dim * Kv::kKeyBytes;
   const float most_key = largest(key, dim), most_value = largest(value, dim);
   const bool sound = std::isfinite(sum_of_row(key, dim) + sum_of_row(value, dim));
   if (Kv::kKeyBytes == 1) {
     alignas(64) int8_t k[kDimMost], v[kDimMost];
-    round_columns(key, dim, sound && most_key > 0 ? 127.f / most_key : 0.f, k);
-    round_columns(value, dim, sound && most_value > 0 ? 127.f / most_value : 0.f, v);
+    round_columns(key, dim, inverse_of(most_key, 127.f), k);
+    round_columns(value, dim, inverse_of(most_value, 127.f), v);
     if (!sound) {
       std::memset(k, 0, sizeof k);
       std::memset(v, 0, sizeof v);
@@ -307,6 +308,7 @@ inline void keep(uint8_t* block, int slot, const float* key, const float* value,
     for (int i = 0; i < dim; i += 2) std::memcpy(wide_keys + i * 16 + slot * 2, k + i, 4);
     for (int i = 0; i < dim; i++) wide_values[2 * i + (slot & 1)] = v[i];
   }
+  return sound;
 }
 
 }  // namespace pl

@@ -66,7 +66,7 @@ typedef struct {
   const int32_t* plan;
   float* logits;             // [wanted rows, vocab]
   int32_t* best_ids;         // [sampling rows]: lowest id of the highest logit
-  float *highest, *lowest;   // [sampling rows]
+  float *highest, *lowest;   // [sampling rows]; highest: minus infinity if any of the logits is no number
   int32_t* finite;           // [slices]: 1 if all numbers of all its rows are finite
   int64_t* parts_ns;         // [PL_PARTS], as the first thread sees it
   int64_t plan_length;

@@ -9,9 +9,10 @@ namespace pl {
 constexpr int kWide = 64;  // columns a pass
 constexpr int padded(int n, int to) { return (n + to - 1) / to * to; }
 
-// 2 ** x by a polynomial of degree 6 on the fraction: relative error below 2e-7, exactly 1 at 0, 2 ** -126 below it.
+// 2 ** x by a polynomial of degree 6 on the fraction: relative error below 2e-7, exactly 1 at 0, 2 ** -126 below -126.
+// What is no number stays none: of max's arguments the second one is given back then.
 inline Floats exp2(Floats x) {
-  x = max(x, all(-126.f));
+  x = max(all(-126.f), x);
   const Floats whole = round(x), f = sub(x, whole);
   Floats p = all(1.5403530e-4f);
   p = fma(p, f, all(1.3333558e-3f));
@@ -35,11 +36,18 @@ struct Activations {
   int32_t* sums;   // of the codes: the whole row's, or one a group
 };
 
+// The largest magnitude; no number if any column is none, so that a scale made of it spoils the whole row.
 inline float largest(const float* x, int columns) {
-  Floats m = all(0.f);
-  for (int i = 0; i < columns; i += 16) m = max(m, abs(load(x + i)));
-  return max_of(m);
+  Ints m = zero_ints();
+  for (int i = 0; i < columns; i += 16) m = larger(m, load(x + i));
+  const int32_t bits = max_of_ints(m);
+  float most;
+  std::memcpy(&most, &bits, sizeof most);
+  return most;
 }
+
+// `levels / most`; 0 for what is too small to be divided by, infinite, or no number.
+inline float inverse_of(float most, float levels) { return most > 1e-30f ? levels / most : 0.f; }
 
 // Finite exactly if all columns are, and nothing overflows on the way.
 inline float sum_of_row(const float* x, int columns) {
@@ -57,7 +65,7 @@ inline void round_columns(const float* x, int columns, float inverse, int8_t* co
 inline void round_row(const float* x, int columns, float most, const Activations& to) {
   int8_t* codes = reinterpret_cast<int8_t*>(to.bytes);
   *to.scales = most / 127.f;
-  const Floats inverse = all(most > 0 ? 127.f / most : 0.f);
+  const Floats inverse = all(inverse_of(most, 127.f));
   Ints sum = zero_ints();
   for (int i = 0; i < columns; i += kWide) {
     for (int j = i; j < i + kWide; j += 16) store_int8(codes + j, mul(load(x + j), inverse));
@@ -72,7 +80,7 @@ inline void round_groups(const float* x, int columns, int group, const Activatio
   for (int g = 0; g < columns / group; g++, x += group, codes += group) {
     const float most = largest(x, group);
     to.scales[g] = most / 127.f;
-    round_columns(x, group, most > 0 ? 127.f / most : 0.f, codes);
+    round_columns(x, group, inverse_of(most, 127.f), codes);
     int32_t sum = 0;
     for (int i = 0; i < group; i++) sum += codes[i];
     to.sums[g] = sum;

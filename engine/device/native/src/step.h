@@ -296,8 +296,9 @@ class Worker {
     const int block_id = p.table(row)[position / PL_BLOCK_SLOTS];
     uint8_t* block = e.block(index, block_id, head);
     const float* value = key + static_cast<int64_t>(e.m.kv_heads) * dim;
-    if (e.m.kv_form == PL_KV_INT8) keep<KvInt8>(block, position % PL_BLOCK_SLOTS, key, value, dim);
-    else keep<KvBf16>(block, position % PL_BLOCK_SLOTS, key, value, dim);
+    const int slot = position % PL_BLOCK_SLOTS;
+    const bool sound = e.m.kv_form == PL_KV_INT8 ? keep<KvInt8>(block, slot, key, value, dim) : keep<KvBf16>(block, slot, key, value, dim);
+    if (!sound) is_broken(row);
   }
 
   void attend(int index) {
@@ -390,11 +391,14 @@ class Worker {
     }
   }
 
-  // Which sequences' numbers are none.  Several threads may find the same.
+  // Several threads may find the same.
+  void is_broken(int row) { __atomic_store_n(&s.finite[p.slices[row]], 0, __ATOMIC_RELAXED); }
+
+  // Which sequences' numbers are none.
   void check() {
     for (int r = share(rows_, thread_); r < share(rows_, thread_ + 1); r++)
       if (!std::isfinite(sum_of_row(e.x.get() + static_cast<int64_t>(r) * e.hidden, e.hidden)))
-        __atomic_store_n(&s.finite[p.slices[r]], 0, __ATOMIC_RELAXED);
+        is_broken(r);
   }
 
   void head() {
@@ -438,22 +442,26 @@ class Worker {
     keep_best(values, where, b, ids_from(n + 16));
     store(best + r * 16, values);
     store_ints(ids + r * 16, where);
-    store(least + r * 16, min(load(least + r * 16), min(a, b)));
+    // Of min's arguments the second one is given back if either is no number, so one that is none stays there for good.
+    const Floats none = add(sub(a, a), sub(b, b));
+    store(least + r * 16, add(min(min(a, b), load(least + r * 16)), none));
   }
 
-  // The lowest id of the highest logit, over all threads' lanes.
+  // The lowest id of the highest logit, over all threads' lanes; minus infinity if any of the logits is no number.
   void choose(int r) {
     float best = -INFINITY, least = INFINITY;
     int32_t id = 0;
+    bool sound = true;
     for (int t = 0; t < threads_; t++)
       for (int i = 0; i < 16; i++) {
         const int64_t at = (int64_t{t} * e.rows_max + r) * 16 + i;
         const float v = e.best_values[at];
         if (v > best || (v == best && e.best_ids[at] < id)) best = v, id = e.best_ids[at];
         least = std::min(least, e.least_values[at]);
+        sound = sound && !std::isnan(e.least_values[at]);
       }
     s.best_ids[r] = id;
-    s.highest[r] = best;
+    s.highest[r] = sound ? best : -INFINITY;
     s.lowest[r] = least;
   }
 };

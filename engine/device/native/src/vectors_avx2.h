@@ -68,6 +68,16 @@ inline void store_ints(int32_t* p, Ints v) {
 inline Ints all_ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline Ints add_ints(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline Ints mul_ints(Ints x, Ints y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+inline __m256i larger8(__m256i magnitude, __m256 x) {
+  return _mm256_max_epi32(magnitude, _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff)));
+}
+inline Ints larger(Ints magnitude, Floats x) { return {larger8(magnitude.a, x.a), larger8(magnitude.b, x.b)}; }
+inline int32_t max_of_ints(Ints v) {
+  const __m256i s = _mm256_max_epi32(v.a, v.b);
+  __m128i q = _mm_max_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+  q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
+}
 inline Floats to_floats(Ints v) { return {_mm256_cvtepi32_ps(v.a), _mm256_cvtepi32_ps(v.b)}; }
 
 inline __m256 lanes_between8(__m256 v, __m256i lane, int first, int last) {

@@ -46,6 +46,11 @@ inline void store_ints(int32_t* p, Ints v) { _mm512_storeu_si512(p, v); }
 inline Ints all_ints(int32_t x) { return _mm512_set1_epi32(x); }
 inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints mul_ints(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+// The larger magnitude of each lane, as its bits; what is no number is larger than all that are.
+inline Ints larger(Ints magnitude, Floats x) {
+  return _mm512_max_epi32(magnitude, _mm512_and_si512(_mm512_castps_si512(x), all_ints(0x7fffffff)));
+}
+inline int32_t max_of_ints(Ints v) { return _mm512_reduce_max_epi32(v); }
 inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
 
 // Lanes first .. last of `v`, minus infinity elsewhere.
