@@ -97,6 +97,7 @@ struct Model {
   int64_t block_bytes;
   int splits_max;
   Memory<float> x, projected, attended, gated;
+  int64_t stride;                          // bytes of a row of activations
   RowBuffers shared;
   std::vector<RowBuffers> alone;           // of each thread, for steps of few rows
   Memory<float> row_scratch;               // of each thread: two rows
@@ -115,7 +116,16 @@ struct Model {
   }
 };
 
-inline int columns_of(const pl_weight& w) { return padded(w.outs, kWide); }
+// One byte a column, or two where any product wants bfloat16; and an odd number of cache lines, so that the same column
+// of several rows does not meet in one set of the cache.
+inline int64_t activation_stride(const pl_model& model, int widest) {
+  bool wide = model.head.form == PL_BF16;
+  for (int i = 0; i < model.layers_count; i++)
+    for (const pl_weight* w : {&model.layers[i].qkv, &model.layers[i].output, &model.layers[i].gate_up, &model.layers[i].down})
+      wide = wide || w->form == PL_BF16;
+  const int64_t lines = int64_t{widest} * (wide ? 2 : 1) / 64;
+  return (lines | 1) * 64;
+}
 
 inline Model::Model(const pl_model& model, int rows_max_)
     : m(model),
@@ -136,7 +146,8 @@ inline Model::Model(const pl_model& model, int rows_max_)
       projected(memory<float>(int64_t{rows_max_} * qkv)),
       attended(memory<float>(int64_t{rows_max_} * queries)),
       gated(memory<float>(int64_t{rows_max_} * inner)),
-      shared(rows_max_, 2 * widest, widest / 32),
+      stride(activation_stride(model, widest)),
+      shared(rows_max_, stride, widest / 32),
       row_scratch(memory<float>(int64_t{2} * model.threads * widest)),
       attention(memory<AttentionScratch>(model.threads)),
       parts(memory<Part>(int64_t{4} * model.threads * splits_max)),
@@ -144,7 +155,7 @@ inline Model::Model(const pl_model& model, int rows_max_)
       least_values(memory<float>(int64_t{model.threads} * rows_max_ * 16)),
       best_ids(memory<int32_t>(int64_t{model.threads} * rows_max_ * 16)),
       counters(static_cast<size_t>(model.layers_count)) {
-  for (int t = 0; t < m.threads; t++) alone.emplace_back(kRowsAlone, 2 * widest, widest / 32);
+  for (int t = 0; t < m.threads; t++) alone.emplace_back(kRowsAlone, stride, widest / 32);
 }
 
 // One thread of a step.
