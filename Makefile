@@ -50,11 +50,13 @@ $(AUTO_GPTQ)/installed.stamp: pyproject.toml
 check: $(VENV)/everything.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror engine/device/native/src/*
 	$(BIN)/mypy
 
 format: $(VENV)/everything.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i engine/device/native/src/*
 
 bench: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull

@@ -4,9 +4,9 @@
 //   int8      keys + 128 [dim / 4][16 keys][4], values [8 pairs of keys][dim][2], key scales [16], value scales [16]
 //   bfloat16  keys [dim / 2][16 keys][2], values [8 pairs of keys][dim][2]
 //
-// Keys are taken in splits of 256, counted from position 0; a split's result is (largest score, sum, weighted values), and
-// splits are merged in the order of the keys, whoever computed them (FlashDecoding).  What a query does not see adds
-// exactly nothing, so it does not matter which queries share a tile.
+// Keys are taken in splits of 256, counted from position 0; a split's result is (largest score, sum, weighted values),
+// and splits are merged in the order of the keys, whoever computed them (FlashDecoding).  What a query does not see
+// adds exactly nothing, so it does not matter which queries share a tile.
 #pragma once
 #include <algorithm>
 
@@ -25,9 +25,9 @@ struct Part {
 };
 
 struct Queries {
-  int count;                                              // rows * heads
-  int heads;                                              // of each row
-  const int32_t* positions;                               // of the rows
+  int count;                                               // rows * heads
+  int heads;                                               // of each row
+  const int32_t* positions;                                // of the rows
   alignas(64) uint8_t codes[kQueriesMost * kDimMost * 2];  // [query][dim]
   float scales[kQueriesMost];
   int32_t start[kQueriesMost];
@@ -48,7 +48,9 @@ struct KvInt8 {
   static Sum zero() { return zero_ints(); }
   static void dot_keys(Sum& s, Ints keys, Ints query) { dot_u8(s, keys, query); }
   static void dot_values(Sum& s, Ints values, Ints weights) { dot_i16(s, values, weights); }
-  static Ints load_values(const uint8_t* p, int chunk) { return load_pairs_i8(reinterpret_cast<const int8_t*>(p + 32 * chunk)); }
+  static Ints load_values(const uint8_t* p, int chunk) {
+    return load_pairs_i8(reinterpret_cast<const int8_t*>(p + 32 * chunk));
+  }
   static void keep(int32_t* p, Sum s) { store_ints(p, s); }
   static Sum first(const Queries& q, int i) { return all_ints(q.start[i]); }
 };
@@ -144,21 +146,22 @@ inline void with_count(int count, F f) {
 
 // From scores to weights of one query: softmax without the division, 0 for what it does not see.
 template <class Kv>
-inline void soften(AttentionScratch& t, int r, int dim, const uint8_t* const* blocks, int count, int key, int low, int high,
-                   Part& part, float& unit) {
+inline void soften(AttentionScratch& t, int r, int dim, const uint8_t* const* blocks, int count, int key, int low,
+                   int high, Part& part, float& unit) {
   const Queries& q = t.queries;
   int32_t* scores = t.scores + r * kScoreStride;
   float* values = reinterpret_cast<float*>(scores);
   const float scale = 1.44269504f / std::sqrt(static_cast<float>(dim));
   const bool rounded = Kv::kKeyBytes == 1;
   const Floats factor = all(rounded ? q.scales[r] * scale : scale);
-  const int scales = 32 * dim;  // where a block of int8 has them
+  const int scales = 32 * dim;                                  // where a block of int8 has them
   const bool hides = key + 16 * count - 1 > high || key < low;  // whether anything is not to be seen
   Floats most = all(-INFINITY);
   for (int b = 0; b < count; b++) {
     Floats v;
     if (rounded)
-      v = mul(to_floats(load_ints(scores + 16 * b)), mul(factor, load(reinterpret_cast<const float*>(blocks[b] + scales))));
+      v = mul(to_floats(load_ints(scores + 16 * b)),
+              mul(factor, load(reinterpret_cast<const float*>(blocks[b] + scales))));
     else
       v = mul(load(values + 16 * b), factor);
     const int from = key + 16 * b;
@@ -195,8 +198,8 @@ inline void soften(AttentionScratch& t, int r, int dim, const uint8_t* const* bl
 
 // One split: `count` blocks from key `key` on.
 template <class Kv>
-PL_KERNEL_A void attend_split(AttentionScratch& t, int dim, int window, const uint8_t* const* blocks, int count, int key,
-                              Part& part) {
+PL_KERNEL_A void attend_split(AttentionScratch& t, int dim, int window, const uint8_t* const* blocks, int count,
+                              int key, Part& part) {
   const Queries& q = t.queries;
   for (int b = 0; b < count; b += kKeyBlocks)
     for (int r = 0; r < q.count; r += kQueries)
@@ -213,9 +216,12 @@ PL_KERNEL_A void attend_split(AttentionScratch& t, int dim, int window, const ui
     const int some = chunks - c >= 4 ? 4 : chunks - c >= 2 ? 2 : 1;
     for (int r = 0; r < q.count; r += kQueries)
       with_count<kQueries>(q.count - r, [&](auto n) {
-        if (some == 4) weigh<Kv, n, 4>(t.weights, r, dim, c, blocks, count, part.values);
-        else if (some == 2) weigh<Kv, n, 2>(t.weights, r, dim, c, blocks, count, part.values);
-        else weigh<Kv, n, 1>(t.weights, r, dim, c, blocks, count, part.values);
+        if (some == 4)
+          weigh<Kv, n, 4>(t.weights, r, dim, c, blocks, count, part.values);
+        else if (some == 2)
+          weigh<Kv, n, 2>(t.weights, r, dim, c, blocks, count, part.values);
+        else
+          weigh<Kv, n, 1>(t.weights, r, dim, c, blocks, count, part.values);
       });
     c += some;
   }
@@ -250,7 +256,8 @@ inline void merge(Part& to, const Part& later, int queries, int dim) {
 
 // Queries of `rows` rows and `heads` heads from x [row][head][dim] on, in the form of the keys.
 template <class Kv>
-inline void load_queries(Queries& q, const float* x, int64_t row_stride, int rows, int heads, int dim, const int32_t* positions) {
+inline void load_queries(Queries& q, const float* x, int64_t row_stride, int rows, int heads, int dim,
+                         const int32_t* positions) {
   q.count = rows * heads;
   q.heads = heads;
   q.positions = positions;
@@ -271,8 +278,8 @@ inline void load_queries(Queries& q, const float* x, int64_t row_stride, int row
   }
 }
 
-// Keep a token's key and value in slot `slot` of a block.  What is no number is kept as 0, because whoever gets the block
-// next multiplies what it does not see by 0; the answer is false then.
+// Keep a token's key and value in slot `slot` of a block.  What is no number is kept as 0, because whoever gets the
+// block next multiplies what it does not see by 0; the answer is false then.
 template <class Kv>
 inline bool keep(uint8_t* block, int slot, const float* key, const float* value, int dim) {
   uint8_t* keys = block;

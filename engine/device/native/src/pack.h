@@ -53,7 +53,9 @@ void pl_pack_int4(uint8_t* to, const int8_t* codes, const uint16_t* scales_f16, 
       if (zeros == nullptr) continue;
       for (int c = 0; c < 2 * PL_TILE; c++) {  // 32 zero points, and as many bytes to keep the next tile aligned
         const int channel = tile * PL_TILE + c;
-        *to++ = c < PL_TILE && channel < outs ? static_cast<uint8_t>(zeros[static_cast<int64_t>(channel) * groups + g] + 8) : uint8_t{8};
+        *to++ = c < PL_TILE && channel < outs
+                    ? static_cast<uint8_t>(zeros[static_cast<int64_t>(channel) * groups + g] + 8)
+                    : uint8_t{8};
       }
     }
 }

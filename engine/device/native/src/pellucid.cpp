@@ -16,7 +16,8 @@ const char* pl_isa(void) {
 }
 
 int64_t pl_layout(int32_t which) {
-  const int64_t sizes[] = {sizeof(pl_weight), sizeof(pl_layer), sizeof(pl_model), sizeof(pl_step_args), sizeof(pl_draw)};
+  const int64_t sizes[] = {sizeof(pl_weight), sizeof(pl_layer), sizeof(pl_model), sizeof(pl_step_args),
+                           sizeof(pl_draw)};
   return which >= 0 && which < 5 ? sizes[which] : -1;
 }
 
@@ -58,18 +59,20 @@ int32_t pl_product(const pl_weight* weight, const float* x, float* y, int32_t ro
       pl::prepare(row.get(), row.get() + widest, *weight, buffers.rows.row(r));
     }
 #pragma omp parallel num_threads(threads)
-    pl::product(*weight, buffers.rows, rows, omp_get_thread_num(), omp_get_num_threads(), [&](int r, int n, pl::Floats a, pl::Floats b) {
-      float* to = y + static_cast<int64_t>(r) * weight->outs + n;
-      pl::store(to, a);
-      pl::store(to + 16, b);
-    });
+    pl::product(*weight, buffers.rows, rows, omp_get_thread_num(), omp_get_num_threads(),
+                [&](int r, int n, pl::Floats a, pl::Floats b) {
+                  float* to = y + static_cast<int64_t>(r) * weight->outs + n;
+                  pl::store(to, a);
+                  pl::store(to + 16, b);
+                });
   } catch (const std::bad_alloc&) {
     return PL_NO_MEMORY;
   }
   return PL_OK;
 }
 
-int32_t pl_sample(const float* logits, int64_t vocab, const pl_draw* draws, int32_t* tokens, int32_t rows, int32_t threads) {
+int32_t pl_sample(const float* logits, int64_t vocab, const pl_draw* draws, int32_t* tokens, int32_t rows,
+                  int32_t threads) {
   try {
     const int64_t room = pl::padded(static_cast<int>(vocab), pl::kWide);
     auto weights = pl::memory<float>(room * threads);

@@ -10,14 +10,20 @@
 extern "C" {
 #endif
 
-enum { PL_INT8 = 0, PL_INT4 = 1, PL_BF16 = 2 };          // forms of a weight
-enum { PL_KV_INT8 = 0, PL_KV_BF16 = 1 };                 // forms of the cache
+enum { PL_INT8 = 0, PL_INT4 = 1, PL_BF16 = 2 };                                          // forms of a weight
+enum { PL_KV_INT8 = 0, PL_KV_BF16 = 1 };                                                 // forms of the cache
 enum { PL_PRODUCTS = 0, PL_ATTENTION = 1, PL_ELEMENTS = 2, PL_HEAD = 3, PL_PARTS = 4 };  // where the time goes
 enum { PL_BLOCK_SLOTS = 16, PL_TILE = 32, PL_SPLIT = 256 };
 
 // Why `pl_step` computed nothing.
 enum {
-  PL_OK = 0, PL_BAD_ROWS = 1, PL_BAD_TOKEN = 2, PL_BAD_POSITION = 3, PL_BAD_PLAN = 4, PL_BAD_BLOCK = 5, PL_NO_MEMORY = 6
+  PL_OK = 0,
+  PL_BAD_ROWS = 1,
+  PL_BAD_TOKEN = 2,
+  PL_BAD_POSITION = 3,
+  PL_BAD_PLAN = 4,
+  PL_BAD_BLOCK = 5,
+  PL_NO_MEMORY = 6
 };
 
 // A weight [outs, ins] in tiles of 32 output channels, all of the input of one tile together: see `pack.h`.
@@ -44,10 +50,10 @@ typedef struct {
 
 typedef struct {
   const pl_layer* layers;
-  const uint16_t* embedding;  // bfloat16 [vocab, hidden_padded]
-  const float* norm;          // [hidden_padded]
+  const uint16_t* embedding;   // bfloat16 [vocab, hidden_padded]
+  const float* norm;           // [hidden_padded]
   const float *cosine, *sine;  // [positions_max, head_dim / 2]
-  uint8_t* kv;                // pl_kv_bytes(...) for each of layers * blocks_max * kv_heads, aligned to 64
+  uint8_t* kv;                 // pl_kv_bytes(...) for each of layers * blocks_max * kv_heads, aligned to 64
   pl_weight head;
   int32_t layers_count, hidden, intermediate, heads, kv_heads, head_dim, vocab;
   int32_t positions_max, blocks_max, kv_form;
@@ -58,17 +64,17 @@ typedef struct {
 } pl_model;
 
 // A plan is one run of integers, slice by slice:
-//   start, count, blocks, outs     position of the first token, tokens, blocks of the table, rows (the last) that sample
-//   [outs]                         1 where the logits of such a row are wanted, 0 where its best token is enough
+//   start, count, blocks, outs     position of the first token, tokens, blocks of the table, rows (the last) that
+//   sample [outs]                         1 where the logits of such a row are wanted, 0 where its best token is enough
 //   [count]                        tokens
 //   [blocks]                       the block of each 16 positions; those behind the last position do not matter
 typedef struct {
   const int32_t* plan;
-  float* logits;             // [wanted rows, vocab]
-  int32_t* best_ids;         // [sampling rows]: lowest id of the highest logit
-  float *highest, *lowest;   // [sampling rows]; highest: minus infinity if any of the logits is no number
-  int32_t* finite;           // [slices]: 1 if all numbers of all its rows are finite
-  int64_t* parts_ns;         // [PL_PARTS], as the first thread sees it
+  float* logits;            // [wanted rows, vocab]
+  int32_t* best_ids;        // [sampling rows]: lowest id of the highest logit
+  float *highest, *lowest;  // [sampling rows]; highest: minus infinity if any of the logits is no number
+  int32_t* finite;          // [slices]: 1 if all numbers of all its rows are finite
+  int64_t* parts_ns;        // [PL_PARTS], as the first thread sees it
   int64_t plan_length;
   int32_t slices, rows, outs, wanted;  // what the plan should come to
 } pl_step_args;
@@ -99,7 +105,8 @@ typedef struct {
   double temperature, top_p, min_p, uniform;
   int32_t top_k, unused;
 } pl_draw;
-int32_t pl_sample(const float* logits, int64_t vocab, const pl_draw* draws, int32_t* tokens, int32_t rows, int32_t threads);
+int32_t pl_sample(const float* logits, int64_t vocab, const pl_draw* draws, int32_t* tokens, int32_t rows,
+                  int32_t threads);
 
 // The machine: one-way hand-over of a cache line between two threads, and what `threads` read, in bytes a second.
 double pl_handover_ns(void);

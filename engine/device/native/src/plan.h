@@ -43,7 +43,8 @@ class Plan {
       if (start < 0 || start > bounds.positions - count) return PL_BAD_POSITION;
       const int32_t fault = read_slice(slice, start, count, blocks, outs, p, bounds, wanted);
       if (fault != PL_OK) return fault;
-      for (int r = 0; r < count; r += tile_rows) tiles.push_back({rows() - count + r, count - r < tile_rows ? count - r : tile_rows});
+      for (int r = 0; r < count; r += tile_rows)
+        tiles.push_back({rows() - count + r, count - r < tile_rows ? count - r : tile_rows});
       p += int64_t{outs} + count + blocks;
     }
     const bool as_told = p == end && rows() == args.rows && outs() == args.outs && wanted == args.wanted;
@@ -64,7 +65,8 @@ class Plan {
     tiles.clear();
   }
 
-  int32_t read_slice(int slice, int start, int count, int blocks, int outs, const int32_t* p, const Bounds& bounds, int& wanted) {
+  int32_t read_slice(int slice, int start, int count, int blocks, int outs, const int32_t* p, const Bounds& bounds,
+                     int& wanted) {
     const int32_t *flags = p, *ids = p + outs, *table = ids + count;
     const int first = rows(), used = (start + count - 1) / PL_BLOCK_SLOTS + 1;
     if (blocks < used) return PL_BAD_BLOCK;

@@ -1,8 +1,8 @@
 // Matrix products: rows of activations times a packed weight.
 //
-// A tile is 32 output channels and all of the input, so there is no blocking over the input: its 128 bytes for each four
-// inputs (int8), eight (int4) or two (bfloat16) are read once, in order, for up to `kRows..` rows.  Integer sums are exact,
-// float sums run along the input, so a row's result does not depend on how many rows share a tile.
+// A tile is 32 output channels and all of the input, so there is no blocking over the input: its 128 bytes for each
+// four inputs (int8), eight (int4) or two (bfloat16) are read once, in order, for up to `kRows..` rows.  Integer sums
+// are exact, float sums run along the input, so a row's result does not depend on how many rows share a tile.
 #pragma once
 #include "rows.h"
 
@@ -20,8 +20,8 @@ struct Prefetch {
 // ---- int8
 
 template <int Rows>
-PL_KERNEL void dot_int8(const uint8_t* w, int quads, const uint8_t* a, int64_t stride, const int32_t* start, int32_t* out,
-                        Prefetch next) {
+PL_KERNEL void dot_int8(const uint8_t* w, int quads, const uint8_t* a, int64_t stride, const int32_t* start,
+                        int32_t* out, Prefetch next) {
   Ints c[Rows][2];
 #pragma GCC unroll 16
   for (int i = 0; i < Rows; i++) c[i][0] = c[i][1] = all_ints(start[i]);
@@ -45,8 +45,8 @@ PL_KERNEL void dot_int8(const uint8_t* w, int quads, const uint8_t* a, int64_t s
   }
 }
 
-// ---- int4: a group is `group / 8` times 128 bytes (low halves: the first four inputs of eight), 32 float16 scales, and
-// for asymmetric weights 32 bytes of zero points
+// ---- int4: a group is `group / 8` times 128 bytes (low halves: the first four inputs of eight), 32 float16 scales,
+// and for asymmetric weights 32 bytes of zero points
 
 template <int Rows, bool Asymmetric>
 PL_KERNEL void dot_int4(const uint8_t* w, int groups, int eights, const uint8_t* a, int64_t stride, const float* scales,
@@ -80,7 +80,8 @@ PL_KERNEL void dot_int4(const uint8_t* w, int groups, int eights, const uint8_t*
         dot_u4(c[i][1], h1, d);
       }
     }
-    const Floats s0 = load_f16(reinterpret_cast<const uint16_t*>(w)), s1 = load_f16(reinterpret_cast<const uint16_t*>(w + 32));
+    const Floats s0 = load_f16(reinterpret_cast<const uint16_t*>(w)),
+                 s1 = load_f16(reinterpret_cast<const uint16_t*>(w + 32));
     w = tail + (Asymmetric ? 128 : 64);
 #pragma GCC unroll 8
     for (int i = 0; i < Rows; i++) {
@@ -144,7 +145,8 @@ struct Bf16Entry {
   using Type = void (*)(const uint8_t*, int, const uint8_t*, int64_t, float*, Prefetch);
   static constexpr Type value = dot_bf16_rows<R>;
 };
-using Int4Kernel = void (*)(const uint8_t*, int, int, const uint8_t*, int64_t, const float*, const int32_t*, int64_t, float*);
+using Int4Kernel = void (*)(const uint8_t*, int, int, const uint8_t*, int64_t, const float*, const int32_t*, int64_t,
+                            float*);
 template <int R>
 struct Int4Entry {
   using Type = Int4Kernel;
@@ -178,7 +180,9 @@ struct Rows {
   int64_t stride;        // bytes of a row
   int64_t group_stride;  // scales and sums of a row
   Activations row(int r) const { return {bytes + r * stride, scales + r * group_stride, sums + r * group_stride}; }
-  Rows from(int r) const { return {bytes + r * stride, scales + r * group_stride, sums + r * group_stride, stride, group_stride}; }
+  Rows from(int r) const {
+    return {bytes + r * stride, scales + r * group_stride, sums + r * group_stride, stride, group_stride};
+  }
 };
 
 constexpr int kRowsMost = kRowsInt8 > kRowsFloat ? kRowsInt8 : kRowsFloat;
@@ -218,8 +222,8 @@ inline void product(const pl_weight& weight, const Rows& a, int rows, int share,
       } else {
         if (weight.form == PL_INT4) {
           const auto& kernels = weight.asymmetric ? int4_asymmetric_kernels.at : int4_kernels.at;
-          kernels[count](w, weight.ins / weight.group, weight.group / 8, some.bytes, some.stride, some.scales, some.sums,
-                         some.group_stride, values);
+          kernels[count](w, weight.ins / weight.group, weight.group / 8, some.bytes, some.stride, some.scales,
+                         some.sums, some.group_stride, values);
         } else {
           bf16_kernels.at[count](w, weight.ins / 2, some.bytes, some.stride, values, next);
           next.from += static_cast<int64_t>(next.step) * (weight.ins / 2) * (chunks > 1);

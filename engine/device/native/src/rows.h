@@ -174,8 +174,8 @@ inline void mix_runs_of_32(const float* from, float* to, int columns) {
   }
 }
 
-// An orthogonal mix of the channels of each run of `points` * 16: a Hadamard transform over vectors of 16 lanes, so that
-// no lane has to move (QuaRot, Ashkboos et al. 2024, 4: the online transform before the down projection).
+// An orthogonal mix of the channels of each run of `points` * 16: a Hadamard transform over vectors of 16 lanes, so
+// that no lane has to move (QuaRot, Ashkboos et al. 2024, 4: the online transform before the down projection).
 inline void mix(const float* from, float* to, int columns, int points) {
   switch (points) {
     case 2: mix_runs<2>(from, to, columns); break;

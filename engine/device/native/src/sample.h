@@ -1,4 +1,5 @@
-// One token at random for each row of logits, as `engine/device/sampler.py` says it; that is also the oracle of its tests.
+// One token at random for each row of logits, as `engine/device/sampler.py` says it; that is also the oracle of its
+// tests.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -16,7 +17,9 @@ struct Candidate {
 };
 
 // Likeliest first, equal ones by id.
-inline bool before(const Candidate& a, const Candidate& b) { return a.logit != b.logit ? a.logit > b.logit : a.id < b.id; }
+inline bool before(const Candidate& a, const Candidate& b) {
+  return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+}
 
 // exp((logit - largest) / temperature) of every token, 0 for minus infinity and for what min_p cuts off.  `weights` has
 // room for whole spans.
@@ -63,7 +66,8 @@ inline int32_t draw_plain(const float* weights, int64_t vocab, double uniform) {
   while (span + 1 < spans && sums[span + 1] <= point) span++;
   while (span > 0 && sums[span + 1] == sums[span]) span--;  // nothing has any weight there
   const int64_t first = span * kSpan, count = std::min(vocab - first, int64_t{kSpan});
-  return static_cast<int32_t>(first + place_of([&](int64_t i) { return double{weights[first + i]}; }, count, sums[span], point));
+  return static_cast<int32_t>(
+      first + place_of([&](int64_t i) { return double{weights[first + i]}; }, count, sums[span], point));
 }
 
 // With top_k or top_p: the likeliest tokens that can matter are sorted, and no others.
@@ -105,7 +109,8 @@ inline int32_t draw_ranked(const float* logits, const float* weights, int64_t vo
   }
   sum = 0;
   for (size_t i = 0; i < kept; i++) sum += best[i].weight;
-  const int64_t at = place_of([&](int64_t i) { return double{best[static_cast<size_t>(i)].weight}; }, static_cast<int64_t>(kept), 0.0, draw.uniform * sum);
+  const int64_t at = place_of([&](int64_t i) { return double{best[static_cast<size_t>(i)].weight}; },
+                              static_cast<int64_t>(kept), 0.0, draw.uniform * sum);
   return best[static_cast<size_t>(at)].id;
 }
 

@@ -21,9 +21,9 @@
 
 namespace pl {
 
-constexpr int kRowsShared = 16;   // from so many rows for each thread on, rows are shared and not channels
-constexpr int kRowsAlone = 2;     // up to so many rows, every thread rounds all
-constexpr int kSpins = 20000;     // looks at a barrier before the processor is given to somebody else
+constexpr int kRowsShared = 16;  // from so many rows for each thread on, rows are shared and not channels
+constexpr int kRowsAlone = 2;    // up to so many rows, every thread rounds all
+constexpr int kSpins = 20000;    // looks at a barrier before the processor is given to somebody else
 
 class Barrier {
  public:
@@ -83,7 +83,9 @@ struct RowBuffers {
   Memory<int32_t> sums;
   Rows rows{};
   RowBuffers(int64_t count, int64_t stride, int64_t groups)
-      : bytes(memory<uint8_t>(count * stride)), scales(memory<float>(count * groups)), sums(memory<int32_t>(count * groups)) {
+      : bytes(memory<uint8_t>(count * stride)),
+        scales(memory<float>(count * groups)),
+        sums(memory<int32_t>(count * groups)) {
     rows = {bytes.get(), scales.get(), sums.get(), stride, groups};
   }
 };
@@ -97,16 +99,16 @@ struct Model {
   int64_t block_bytes;
   int splits_max;
   Memory<float> x, projected, attended, gated;
-  int64_t stride;                          // bytes of a row of activations
+  int64_t stride;  // bytes of a row of activations
   RowBuffers shared;
-  std::vector<RowBuffers> alone;           // of each thread, for steps of few rows
-  Memory<float> row_scratch;               // of each thread: two rows
-  Memory<AttentionScratch> attention;      // of each thread
-  Memory<Part> parts;                      // of a long context that several threads share
+  std::vector<RowBuffers> alone;            // of each thread, for steps of few rows
+  Memory<float> row_scratch;                // of each thread: two rows
+  Memory<AttentionScratch> attention;       // of each thread
+  Memory<Part> parts;                       // of a long context that several threads share
   Memory<float> best_values, least_values;  // [thread][row][16]
   Memory<int32_t> best_ids;
-  Plan plan;                               // of the step that runs
-  std::vector<Counter> counters;           // of each layer: the next piece of attention to take
+  Plan plan;                      // of the step that runs
+  std::vector<Counter> counters;  // of each layer: the next piece of attention to take
   Barrier barrier;
 
   Model(const pl_model& model, int rows_max_);
@@ -121,7 +123,8 @@ struct Model {
 inline int64_t activation_stride(const pl_model& model, int widest) {
   bool wide = model.head.form == PL_BF16;
   for (int i = 0; i < model.layers_count; i++)
-    for (const pl_weight* w : {&model.layers[i].qkv, &model.layers[i].output, &model.layers[i].gate_up, &model.layers[i].down})
+    for (const pl_weight* w :
+         {&model.layers[i].qkv, &model.layers[i].output, &model.layers[i].gate_up, &model.layers[i].down})
       wide = wide || w->form == PL_BF16;
   const int64_t lines = int64_t{widest} * (wide ? 2 : 1) / 64;
   return (lines | 1) * 64;
@@ -162,9 +165,16 @@ inline Model::Model(const pl_model& model, int rows_max_)
 class Worker {
  public:
   Worker(Model& model, const pl_step_args& step, int thread, int threads)
-      : e(model), p(model.plan), s(step), thread_(thread), threads_(threads), rows_(p.rows()),
-        by_rows_(threads > 1 && rows_ >= kRowsShared * threads), alone_(rows_ <= kRowsAlone || threads == 1),
-        first_(alone_ ? 0 : share(rows_, thread)), stop_(alone_ ? rows_ : share(rows_, thread + 1)),
+      : e(model),
+        p(model.plan),
+        s(step),
+        thread_(thread),
+        threads_(threads),
+        rows_(p.rows()),
+        by_rows_(threads > 1 && rows_ >= kRowsShared * threads),
+        alone_(rows_ <= kRowsAlone || threads == 1),
+        first_(alone_ ? 0 : share(rows_, thread)),
+        stop_(alone_ ? rows_ : share(rows_, thread + 1)),
         buffers_(rows_ <= kRowsAlone ? e.alone[thread].rows : e.shared.rows),
         scratch_(e.row_scratch.get() + int64_t{2} * thread * e.widest) {}
 
@@ -224,7 +234,8 @@ class Worker {
   template <class Take>
   void multiply(const pl_weight& weight, Take take) {
     if (by_rows_)
-      product(weight, buffers_.from(first_), stop_ - first_, 0, 1, [&](int r, int n, Floats a, Floats b) { take(first_ + r, n, a, b); });
+      product(weight, buffers_.from(first_), stop_ - first_, 0, 1,
+              [&](int r, int n, Floats a, Floats b) { take(first_ + r, n, a, b); });
     else
       product(weight, buffers_, rows_, thread_, threads_, take);
     sync();
@@ -294,7 +305,8 @@ class Worker {
   void place_head(int index, int row, int head) {
     const pl_layer& l = e.layers[index];
     const int dim = e.m.head_dim, half = dim / 2, position = p.positions[row];
-    const float *cosine = e.m.cosine + static_cast<int64_t>(position) * half, *sine = e.m.sine + static_cast<int64_t>(position) * half;
+    const float *cosine = e.m.cosine + static_cast<int64_t>(position) * half,
+                *sine = e.m.sine + static_cast<int64_t>(position) * half;
     float* x = e.projected.get() + static_cast<int64_t>(row) * e.qkv;
     float* key = x + static_cast<int64_t>(e.m.heads + head) * dim;
     for (int i = 0; i < e.heads_per_key; i++) {
@@ -308,13 +320,16 @@ class Worker {
     uint8_t* block = e.block(index, block_id, head);
     const float* value = key + static_cast<int64_t>(e.m.kv_heads) * dim;
     const int slot = position % PL_BLOCK_SLOTS;
-    const bool sound = e.m.kv_form == PL_KV_INT8 ? keep<KvInt8>(block, slot, key, value, dim) : keep<KvBf16>(block, slot, key, value, dim);
+    const bool sound = e.m.kv_form == PL_KV_INT8 ? keep<KvInt8>(block, slot, key, value, dim)
+                                                 : keep<KvBf16>(block, slot, key, value, dim);
     if (!sound) is_broken(row);
   }
 
   void attend(int index) {
-    if (e.m.kv_form == PL_KV_INT8) attend_in<KvInt8>(index);
-    else attend_in<KvBf16>(index);
+    if (e.m.kv_form == PL_KV_INT8)
+      attend_in<KvInt8>(index);
+    else
+      attend_in<KvBf16>(index);
   }
 
   template <class Kv>
@@ -331,8 +346,10 @@ class Worker {
     for (int i; (i = counter.next.fetch_add(1, std::memory_order_relaxed)) < pieces * splits;) {
       // The last rows of a long prompt see the most, so they go first.
       const int piece = pieces - 1 - i / splits;
-      if (several) attend_piece<Kv>(index, piece, i % splits, &e.parts[static_cast<int64_t>(piece) * e.splits_max + i % splits]);
-      else attend_piece<Kv>(index, piece, -1, nullptr);
+      if (several)
+        attend_piece<Kv>(index, piece, i % splits, &e.parts[static_cast<int64_t>(piece) * e.splits_max + i % splits]);
+      else
+        attend_piece<Kv>(index, piece, -1, nullptr);
     }
     barrier();
     if (!several) return;
@@ -368,7 +385,8 @@ class Worker {
     const int dim = e.m.head_dim;
     if (only >= 0 && (only < own.first_split || only > own.last_split)) return;
     AttentionScratch& t = e.attention[thread_];
-    const float* x = e.projected.get() + static_cast<int64_t>(own.tile.row) * e.qkv + static_cast<int64_t>(own.first_head) * dim;
+    const float* x =
+        e.projected.get() + static_cast<int64_t>(own.tile.row) * e.qkv + static_cast<int64_t>(own.first_head) * dim;
     load_queries<Kv>(t.queries, x, e.qkv, own.tile.count, own.heads, dim, p.positions.data() + own.tile.row);
     const int32_t* table = p.table(own.tile.row);
     const int blocks = p.positions[own.tile.row + own.tile.count - 1] / PL_BLOCK_SLOTS + 1;
@@ -377,7 +395,8 @@ class Worker {
       const uint8_t* pointers[kSplitBlocks + 2 * kKeyBlocks];
       const int first = split * kSplitBlocks, count = std::min(kSplitBlocks, blocks - first);
       for (int b = 0; b < count; b++) pointers[b] = e.block(index, table[first + b], own.head);
-      for (int b = count; b < count + 2 * kKeyBlocks && b < kSplitBlocks + 2 * kKeyBlocks; b++) pointers[b] = pointers[0];
+      for (int b = count; b < count + 2 * kKeyBlocks && b < kSplitBlocks + 2 * kKeyBlocks; b++)
+        pointers[b] = pointers[0];
       Part& into = only >= 0 ? *part : split == from ? t.part : t.next;
       attend_split<Kv>(t, dim, e.layers[index].window, pointers, count, split * PL_SPLIT, into);
       if (only < 0 && split > from) merge(t.part, t.next, t.queries.count, dim);
@@ -389,7 +408,8 @@ class Worker {
     const Piece own = ownof(index, piece);
     Part* parts = &e.parts[static_cast<int64_t>(piece) * e.splits_max];
     Part& whole = parts[own.first_split];
-    for (int i = own.first_split + 1; i <= own.last_split; i++) merge(whole, parts[i], own.tile.count * own.heads, e.m.head_dim);
+    for (int i = own.first_split + 1; i <= own.last_split; i++)
+      merge(whole, parts[i], own.tile.count * own.heads, e.m.head_dim);
     deliver(own, whole);
   }
 
@@ -397,7 +417,8 @@ class Worker {
     const int dim = e.m.head_dim;
     for (int q = 0; q < own.tile.count * own.heads; q++) {
       const Floats inverse = all(1.f / part.sum[q]);
-      float* to = e.attended.get() + static_cast<int64_t>(own.tile.row + q / own.heads) * e.queries + static_cast<int64_t>(own.first_head + q % own.heads) * dim;
+      float* to = e.attended.get() + static_cast<int64_t>(own.tile.row + q / own.heads) * e.queries +
+                  static_cast<int64_t>(own.first_head + q % own.heads) * dim;
       for (int i = 0; i < dim; i += 16) store(to + i, mul(load(part.values + q * dim + i), inverse));
     }
   }
@@ -408,8 +429,7 @@ class Worker {
   // Which sequences' numbers are none.
   void check() {
     for (int r = share(rows_, thread_); r < share(rows_, thread_ + 1); r++)
-      if (!std::isfinite(sum_of_row(e.x.get() + static_cast<int64_t>(r) * e.hidden, e.hidden)))
-        is_broken(r);
+      if (!std::isfinite(sum_of_row(e.x.get() + static_cast<int64_t>(r) * e.hidden, e.hidden))) is_broken(r);
   }
 
   void head() {
@@ -425,7 +445,8 @@ class Worker {
     int32_t* ids = e.best_ids.get() + int64_t{16} * thread_ * e.rows_max;
     for (int i = 0; i < outs * 16; i++) best[i] = -INFINITY, least[i] = INFINITY, ids[i] = 0;
     if (!alone) barrier();
-    product(e.m.head, buffers, outs, thread_, threads_, [&](int r, int n, Floats a, Floats b) { take_logits(r, n, a, b, best, least, ids); });
+    product(e.m.head, buffers, outs, thread_, threads_,
+            [&](int r, int n, Floats a, Floats b) { take_logits(r, n, a, b, best, least, ids); });
     barrier();
     for (int i = thread_; i < outs; i += threads_) choose(i);
     spent(PL_HEAD);

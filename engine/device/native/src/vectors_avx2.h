@@ -15,7 +15,7 @@ struct Ints {
   __m256i a, b;
 };
 
-constexpr int kRowsInt8 = 3;     // rows of a tile: 12 of the 16 registers
+constexpr int kRowsInt8 = 3;  // rows of a tile: 12 of the 16 registers
 constexpr int kRowsFloat = 2;
 constexpr int kQueries = 3;
 constexpr int kKeyBlocks = 2;
@@ -187,8 +187,10 @@ inline Ints load_pairs_i8(const int8_t* p) {
 }
 inline __m256 dot_bf16_8(__m256 sum, __m256i x, __m256i y) {
   const __m256i high = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000));
-  sum = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)), sum);
-  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(x, high)), _mm256_castsi256_ps(_mm256_and_si256(y, high)), sum);
+  sum = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)),
+                        sum);
+  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(x, high)), _mm256_castsi256_ps(_mm256_and_si256(y, high)),
+                         sum);
 }
 inline void dot_bf16(Floats& sum, Ints x, Ints y) { sum = {dot_bf16_8(sum.a, x.a, y.a), dot_bf16_8(sum.b, x.b, y.b)}; }
 inline Ints zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }

@@ -18,11 +18,11 @@ namespace pl {
 using Floats = __m512;  // 16 float32
 using Ints = __m512i;   // 16 int32
 
-constexpr int kRowsInt8 = 12;     // rows of a tile of the int8 product: 24 accumulators
-constexpr int kRowsFloat = 6;     // of the products that keep float sums beside
-constexpr int kQueries = 6;       // query vectors of a tile of attention
-constexpr int kKeyBlocks = 4;     // key blocks of 16 that share it
-constexpr int kDotOffset = 128;   // what `dot_u8` leaves in the sum for each unit of the signed side
+constexpr int kRowsInt8 = 12;    // rows of a tile of the int8 product: 24 accumulators
+constexpr int kRowsFloat = 6;    // of the products that keep float sums beside
+constexpr int kQueries = 6;      // query vectors of a tile of attention
+constexpr int kKeyBlocks = 4;    // key blocks of 16 that share it
+constexpr int kDotOffset = 128;  // what `dot_u8` leaves in the sum for each unit of the signed side
 
 inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
@@ -64,7 +64,9 @@ inline Floats where_seen(Floats guard, Floats v) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(guard, all(-INFINITY), _CMP_NEQ_UQ), v);
 }
 // `v` where it is at least `floor`, 0 elsewhere.
-inline Floats keep_from(Floats v, Floats floor) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, floor, _CMP_GE_OQ), v); }
+inline Floats keep_from(Floats v, Floats floor) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, floor, _CMP_GE_OQ), v);
+}
 // The best values and their ids, lane by lane; an equal value that comes later does not win.
 inline void keep_best(Floats& best, Ints& ids, Floats v, Ints id) {
   const __mmask16 better = _mm512_cmp_ps_mask(v, best, _CMP_GT_OQ);
@@ -121,8 +123,8 @@ inline Ints broadcast4(const void* p) {
   std::memcpy(&x, p, 4);
   return _mm512_set1_epi32(x);
 }
-// Four products a lane, of unsigned bytes `u` and signed bytes `s`.  In asm: with the intrinsic gcc 12 copies and spills
-// the accumulators of the larger tiles.
+// Four products a lane, of unsigned bytes `u` and signed bytes `s`.  In asm: with the intrinsic gcc 12 copies and
+// spills the accumulators of the larger tiles.
 inline __attribute__((always_inline)) void dot_u8(Ints& sum, Ints u, Ints s) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "v"(s));
 }
