@@ -86,8 +86,7 @@ class Runner:
         computing_ns = time.monotonic_ns()
         computed = self._model.compute(plan, wanted)
         sampling_ns = time.monotonic_ns()
-        with torch.inference_mode():
-            rows = choose(computed, specs, self._draw)
+        rows = choose(computed, specs, self._draw)
         sampled_ns = time.monotonic_ns()
         results = accepted(plan.slices, rows)
         for i in computed.broken:

@@ -58,7 +58,8 @@ def choose(computed: Computed, specs: Sequence[SampleSpec], draw: Draw | None = 
         if needs_logits(spec):
             asked.append(row)
     if asked:
-        answers = _sample(computed.logits, [specs[row] for row in asked], draw or _draw)
+        with torch.inference_mode():
+            answers = _sample(computed.logits, [specs[row] for row in asked], draw or _draw)
         for row, answer in zip(asked, answers, strict=True):
             if not results[row].fault:
                 results[row] = answer
