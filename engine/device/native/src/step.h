@@ -23,7 +23,7 @@ namespace pl {
 
 constexpr int kRowsShared = 16;  // from so many rows for each thread on, rows are shared and not channels
 constexpr int kRowsAlone = 2;    // up to so many rows, every thread rounds all
-constexpr int kSpins = 20000;    // looks at a barrier before the processor is given to somebody else
+constexpr int kSpins = 2000;     // looks at a barrier before the processor is given to somebody else
 
 class Barrier {
  public:
