@@ -241,9 +241,8 @@ def test_the_report_tells_what_became_of_outliers(tmp_path: Path) -> None:
         peaks[rotate] = {report.name: report.input_peak / report.source_input_peak for report in reports}
     for name, share in peaks["none"].items():
         assert math.isclose(share, 1, rel_tol=0.05), name
-        if name.startswith("model.layers.0.") and name.endswith(("q_proj", "k_proj", "v_proj")):
-            assert peaks["offline"][name] < 0.5 and peaks["full"][name] < 0.5, name
-        assert not name.endswith("down_proj") or (peaks["offline"][name] > 0.9 and peaks["full"][name] < 0.6)
+        assert name.endswith(("o_proj", "down_proj")) or peaks["offline"][name] < 0.8
+        assert not name.endswith("down_proj") or (peaks["offline"][name] > 0.9 and peaks["full"][name] < 0.7)
 
 
 def test_tied_head_is_left_out(tmp_path: Path) -> None:

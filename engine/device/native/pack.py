@@ -25,7 +25,7 @@ from quant.formats.weights import Affine, Quantized
 
 PACKED_VERSION = 2  # raise it when the same weights begin to be packed in another way
 LINEARS = ("qkv", "output", "gate_up", "down")
-_GROUPS = (128, 64, 32)
+GROUPS = (128, 64, 32)
 _GATE_ROWS = 16  # gates and ups take turns by so many rows, so that both are at hand when a tile is done
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
@@ -174,7 +174,7 @@ def _group_of(weight: Affine) -> int:
         counts = torch.bincount(weight.columns, minlength=weight.groups)
         if not bool((counts == columns // weight.groups).all()):
             return 0
-    return next((size for size in _GROUPS if (columns // weight.groups) % size == 0), 0)
+    return next((size for size in GROUPS if (columns // weight.groups) % size == 0), 0)
 
 
 def _interleaved(gate_up: Linear, intermediate: int) -> Linear:
