@@ -28,7 +28,7 @@ def runner(request: pytest.FixtureRequest, tiny_model: Path) -> Runner:
 
 
 def _tokens(seed: int, count: int = LENGTH) -> tuple[int, ...]:
-    return tuple(random.Random(seed).randrange(259) for _ in range(count))
+    return tuple(random.Random(seed).choices(range(259), k=count))
 
 
 def _in_chunks(
@@ -190,7 +190,7 @@ def test_default_model_in_the_default_precision(gguf_file: Path) -> None:
     """The shapes that people run: the last bits are the same alone, in chunks and in company."""
     runner = load(gguf_file, dtype="auto", kv_memory_bytes=32 << 20, context_max=1024, threads=2)
     assert runner.facts.reproducible
-    tokens = tuple(random.Random(3).randrange(49152) for _ in range(150))
+    tokens = tuple(random.Random(3).choices(range(49152), k=150))
     blocks = table(0, 150)
     expected = _in_chunks(runner, tokens, [150], blocks, 0)
     assert _in_chunks(runner, tokens, [97, 51, 1, 1], blocks[::-1], 4) == expected

@@ -92,7 +92,7 @@ def test_nobody_hears_a_difference_when_it_is_the_engine_that_guesses(tiny_model
     requests = [
         GenerateRequest(
             request_id=f"r{number}",
-            prompt=tuple(random.Random(number).randrange(VOCAB) for _ in range(20)),
+            prompt=tuple(random.Random(number).choices(range(VOCAB), k=20)),
             sampling=Sampling(temperature=0),
             tokens_max=120,
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engine.api import Sampling
 from engine.config import EngineOptions
@@ -87,6 +87,14 @@ def write_any_model(directory: Path, seed: int = 0, **changes: object) -> Path:
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: torch.randn(shape, generator=generator) * 0.15 for name, shape in shapes.items()}
     save_file({name: t + 1 if "norm" in name else t for name, t in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+def bfloat16_model(directory: Path, changes: dict[str, object], seed: int = 0) -> Path:
+    """The same in bfloat16, so that decoders of any precision have the very same weights."""
+    write_any_model(directory, seed, **changes)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(directory / "model.safetensors").items()}
+    save_file(tensors, directory / "model.safetensors")
     return directory
 
 
