@@ -24,7 +24,7 @@ TOTAL = 300
 CHUNKS = (1, 7, 64, 100)
 LONG = 700  # three splits of keys
 SIZES: dict[str, object] = {
-    "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 6, "head_dim": 32, "context_max": LONG,
+    "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 6, "head_dim": 32,
     "sliding_window": 270, "model_type": "mistral", "architectures": ["MistralForCausalLM"],
 }  # fmt: skip
 FORMS: dict[str, Scheme | None] = {"bf16": None, "int8": AT_LOAD["int8"], "int4": None}
@@ -89,17 +89,11 @@ def test_company_changes_no_bit(isa: str, form: str, kv_int8: bool, directories:
     for count in CHUNKS:
         found = in_chunks(one, tokens[:TOTAL], every(TOTAL, count), shuffled)
         assert torch.equal(found, expected[:TOTAL]), count
-    for threaded, counts in (
-        (two, [TOTAL, LONG - TOTAL]),
-        (three, [450, 1, 1, 2, 3, 43, 200]),
-        (two, [690, *[1] * 10]),
-    ):
+    for threaded, counts in ((two, [TOTAL, 390, *[1] * 10]), (three, [450, 1, 1, 2, 3, 243])):
         assert torch.equal(in_chunks(threaded, tokens, counts, shuffled), expected), counts
-    eight = [5, 299, 17, 128, 250, 64, 257, 200]
-    forty = [dice.randrange(100) for _ in range(39)] + [690]
-    for threaded in (one, two, three):
-        assert torch.equal(_batch(threaded, tokens, eight), expected[eight])
-        assert torch.equal(_batch(threaded, tokens, forty), expected[forty])
+    eight, forty = [5, 299, 17, 128, 250, 64, 257, 200], [dice.randrange(60) for _ in range(39)] + [690]
+    assert torch.equal(_batch(one, tokens, eight), expected[eight])
+    assert torch.equal(_batch(two, tokens, forty), expected[forty])
 
 
 @every_isa
@@ -163,14 +157,23 @@ def test_steps_larger_than_there_was_room_for(isa: str, directories: dict[str, P
     assert torch.equal(in_chunks(model, tokens, every(600, 100), table(0, 600)), small)
 
 
+@pytest.fixture(scope="module")
+def first_layers(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model, so far as it makes a difference here."""
+    directory = tmp_path_factory.mktemp("default") / "model"
+    write_rounded_file(gguf_file, directory, None, layers=2)
+    return directory
+
+
 @every_isa
-def test_the_default_model(isa: str, gguf_file: Path, tmp_path: Path) -> None:
+def test_the_default_model(isa: str, first_layers: Path) -> None:
     """The widths that people run, in its first layers."""
-    write_rounded_file(gguf_file, tmp_path / "model", None, layers=3)
-    int8, tokens = AT_LOAD["int8"], tuple(random.Random(7).choices(range(49152), k=TOTAL))
-    one = native_model(native(isa), tmp_path / "model", rounding=int8, context_max=512, threads=1, blocks_max=100)
-    two = native_model(native(isa), tmp_path / "model", rounding=int8, context_max=512, threads=2, blocks_max=100)
-    expected = in_chunks(two, tokens, [TOTAL], table(0, TOTAL))
-    assert torch.equal(in_chunks(one, tokens, [100, 64, 7, 1, 128], table(50, TOTAL)[::-1]), expected)
-    eight = [5, 299, 17, 128, 250, 64, 257, 200]
+    tokens = tuple(random.Random(7).choices(range(49152), k=160))
+    one, two = (
+        native_model(native(isa), first_layers, rounding=AT_LOAD["int8"], context_max=512, threads=n, blocks_max=100)
+        for n in (1, 2)
+    )
+    expected = in_chunks(two, tokens, [160], table(0, 160))
+    assert torch.equal(in_chunks(one, tokens, [64, 7, 1, 88], table(50, 160)[::-1]), expected)
+    eight = [5, 159, 17, 128, 150, 64, 33, 100]
     assert torch.equal(_batch(two, tokens, eight), expected[eight])
