@@ -127,8 +127,8 @@ def groups_of(columns: int, group_size: int) -> int:
 
 
 def _scale(largest: Tensor, steps: float) -> Tensor:
-    """`largest` over `steps`, never 0."""
-    return torch.where(largest > 0, (largest / steps).clamp_min(_TINY), _DEAD).contiguous()
+    """`largest` over `steps`, never 0.  What is no number stays none, so that a broken weight gets noticed."""
+    return torch.where(largest == 0, _DEAD, (largest / steps).clamp_min(_TINY)).contiguous()
 
 
 def _half_up(scale: Tensor) -> Tensor:

@@ -255,3 +255,13 @@ def test_a_group_size_that_does_not_fit_names_those_that_do(group_size: int) -> 
 def test_fp8_has_no_groups() -> None:
     with pytest.raises(ModelError, match="granularity channel or tensor"):
         round_fp8(torch.ones(2, 64), "group")
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_broken_weight_stays_broken(poison: float) -> None:
+    """Its row, and no other: rounded at load, it would else become a row of zeros that nobody notices."""
+    weight = torch.randn(4, 32)
+    weight[2, 5] = poison
+    for rounded in (round_int8(weight, "channel"), round_fp8(weight, "channel")):
+        assert torch.isfinite(rounded.scale[:, 0]).tolist() == [True, True, False, True]
+        assert torch.isfinite(rounded.dense(torch.float32)[[0, 1, 3]]).all()

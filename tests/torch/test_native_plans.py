@@ -1,0 +1,216 @@
+"""
+Plans that break their promises write nothing, and numbers that are none spoil their own sequence and no other.
+"""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.device.native.library import FAULTS, Step
+from engine.device.native.model import NativeModel
+from engine.plan import Slice, StepPlan
+from quant.formats.rounding import AT_LOAD
+from tests.torch.kernels import every_isa, in_chunks, kv_of, native, native_model
+from tests.torch.test_runner import BROKEN
+from tests.torch.tiny import GREEDY, bfloat16_model, table
+
+INT8 = AT_LOAD["int8"]
+BLOCKS = 200
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+FORMS = pytest.mark.parametrize(("form", "kv_int8"), [("int8", True), ("bf16", False)])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[str], NativeModel]:
+    """A small model for each instruction set."""
+    directory = bfloat16_model(tmp_path_factory.mktemp("plans") / "model", {})
+    made: dict[str, NativeModel] = {}
+
+    def model_of(isa: str) -> NativeModel:
+        if isa not in made:
+            made[isa] = native_model(native(isa), directory, rounding=INT8, blocks_max=BLOCKS, threads=2)
+        return made[isa]
+
+    return model_of
+
+
+MORE_BROKEN: dict[str, tuple[Slice, ...]] = BROKEN | {
+    "nothing": (),
+    "a_token_beyond_32_bits": (Slice(sequence=1, start=0, tokens=(2**40,), blocks=(0,)),),
+    "a_block_beyond_32_bits": (Slice(sequence=1, start=0, tokens=(1,), blocks=(2**40,)),),
+    "the_first_block_beyond_the_pool": (Slice(sequence=1, start=0, tokens=(1,), blocks=(BLOCKS,)),),
+    "a_negative_start": (Slice(sequence=1, start=-1, tokens=(1, 2), blocks=(0,)),),
+    "a_start_that_wraps": (Slice(sequence=1, start=2**31 - 1, tokens=(1, 2), blocks=(0,)),),
+    "an_earlier_block_is_none": (Slice(sequence=1, start=40, tokens=(1,), blocks=(0, -1, 2)),),
+    "the_second_of_two": (
+        Slice(sequence=1, start=0, tokens=(1, 2), blocks=(0,)),
+        Slice(sequence=2, start=0, tokens=(1, 259), blocks=(1,)),
+    ),
+    "more_drafts_than_tokens": (Slice(sequence=1, start=0, tokens=(1,), blocks=(0,), sample=GREEDY, drafts=3),),
+}
+
+
+@every_isa
+@pytest.mark.parametrize("name", MORE_BROKEN)
+def test_a_broken_plan_writes_nothing(isa: str, name: str, model: Callable[[str], NativeModel]) -> None:
+    native_one, pieces = model(isa), MORE_BROKEN[name]
+    in_chunks(native_one, (1, 2, 3), [3], (5,))
+    before = kv_of(native_one)
+    rows = sum(piece.drafts + 1 for piece in pieces if piece.sample is not None)
+    with pytest.raises(AssertionError):
+        native_one.compute(StepPlan(step_id=1, slices=pieces), [True] * rows)
+    assert np.array_equal(before, kv_of(native_one))
+
+
+@every_isa
+def test_as_many_words_as_sampling_rows(isa: str, model: Callable[[str], NativeModel]) -> None:
+    """On whether the logits are wanted: the library reads one for each."""
+    plan = StepPlan(step_id=1, slices=(Slice(sequence=1, start=0, tokens=(1, 2), blocks=(0,), sample=GREEDY),))
+    for wanted in ([], [True, True]):
+        with pytest.raises(AssertionError):
+            model(isa).compute(plan, wanted)
+
+
+def _raw(one: NativeModel, **changes: object) -> int:
+    """What the library says of a good step of two sequences with some of its arrays changed."""
+    arrays: dict[str, Ints] = {
+        "tokens": np.array([1, 2, 3, 4], np.int32),
+        "positions": np.array([15, 16, 0, 1], np.int32),
+        "sequences": np.array([0, 0, 1, 1], np.int32),
+        "tables": np.array([[3, 4, -1], [5, -1, -7]], np.int32),  # beyond what is used, anything may stand
+        "out_rows": np.array([1, 3], np.int32),
+        "logit_rows": np.array([-1, 0], np.int32),
+    }
+    counts = {"rows": 4, "sequences_count": 2, "table_stride": 3, "outs": 2}
+    for name, value in changes.items():
+        if isinstance(value, int):
+            counts[name] = value
+        else:
+            arrays[name] = np.array(value, np.int32)
+    logits, answers = np.zeros((4, 259), np.float32), np.zeros((5, 8), np.int32)
+    places = {"best_ids": answers[0], "highest": answers[1], "lowest": answers[2], "finite": answers[3]}
+    parts = np.zeros(4, np.int64)
+    step = Step(
+        **{name: array.ctypes.data for name, array in (arrays | places).items()},
+        logits=logits.ctypes.data,
+        parts_ns=parts.ctypes.data,
+        **counts,
+    )
+    fault: int = one._library.step(one._handle, ctypes.byref(step))
+    return fault
+
+
+@every_isa
+@pytest.mark.parametrize(
+    ("fault", "changes"),
+    [
+        ("rows", {"rows": 0}),
+        ("rows", {"rows": -1}),
+        ("rows", {"rows": 2**31 - 1}),
+        ("rows", {"sequences_count": 0}),
+        ("rows", {"table_stride": 0}),
+        ("token", {"tokens": [1, 2, 259, 4]}),
+        ("token", {"tokens": [1, 2, 3, -1]}),
+        ("position", {"positions": [15, 17, 0, 1]}),
+        ("position", {"positions": [16, 15, 0, 1]}),
+        ("position", {"positions": [15, 15, 0, 1]}),
+        ("position", {"positions": [15, 16, -1, 0]}),
+        ("position", {"positions": [15, 16, 2047, 2048]}),
+        ("sequence", {"sequences": [0, 0, 2, 2]}),
+        ("sequence", {"sequences": [-1, -1, 1, 1]}),
+        ("block", {"tables": [[3, -1, -1], [5, -1, -1]]}),
+        ("block", {"tables": [[-1, 4, -1], [5, -1, -1]]}),
+        ("block", {"tables": [[3, 4, -1], [BLOCKS, -1, -1]]}),
+        ("block", {"table_stride": 1}),
+        ("output row", {"out_rows": [1, 4]}),
+        ("output row", {"out_rows": [-1, 3]}),
+        ("output row", {"outs": -1}),
+        ("output row", {"outs": 2**31 - 1}),
+        ("output row", {"logit_rows": [2, 0]}),
+    ],
+    ids=str,
+)
+def test_the_library_looks_before_it_writes(
+    isa: str, fault: str, changes: dict[str, object], model: Callable[[str], NativeModel]
+) -> None:
+    """Whatever Python has checked before."""
+    one = model(isa)
+    assert _raw(one) == 0
+    one.reset()
+    assert fault in FAULTS[_raw(one, **changes)]
+    assert not kv_of(one).any()
+    assert _raw(one) == 0 and kv_of(one).any()
+
+
+def _poisoned(directory: Path, name: str, row: int, value: float) -> Path:
+    """A model with one row of a tensor spoilt."""
+    bfloat16_model(directory, {"attention_bias": True})
+    tensors = load_file(directory / "model.safetensors")
+    tensors[name][row] = value
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@every_isa
+@FORMS
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")], ids=str)
+def test_a_broken_sequence_fails_alone(isa: str, form: str, kv_int8: bool, poison: float, tmp_path: Path) -> None:
+    """Its neighbours have the same bits as without it, also where all share a thread's tile; so have later owners."""
+    directory = _poisoned(tmp_path / "model", "model.embed_tokens.weight", 7, poison)
+    one = native_model(
+        native(isa), directory, rounding=INT8 if form == "int8" else None, kv_int8=kv_int8, threads=2, blocks_max=80
+    )
+    good = [Slice(sequence=i, start=0, tokens=(i, 20 + i), blocks=(i,), sample=GREEDY) for i in (1, 2, 3)]
+    bad = [
+        Slice(sequence=4, start=0, tokens=(5, 7, 9), blocks=(4,), sample=GREEDY),
+        Slice(sequence=5, start=0, tokens=(7,), blocks=(5,)),
+        Slice(sequence=6, start=0, tokens=(9,) * 40 + (7,), blocks=(6, 7, 8), sample=GREEDY),
+    ]
+    alone = one.compute(StepPlan(step_id=1, slices=tuple(good)), [True] * 3)
+    one.reset()
+    mixed = (bad[0], good[0], good[1], bad[1], bad[2], good[2])
+    together = one.compute(StepPlan(step_id=2, slices=mixed), [True] * 5)
+    assert together.broken == {0, 3, 4} and not alone.broken
+    assert torch.equal(together.logits[[1, 2, 4]], alone.logits)
+    assert [together.best[i] for i in (1, 2, 4)] == alone.best
+    _check_later_owners(one, bad)
+
+
+def _check_later_owners(one: NativeModel, spoilt: list[Slice]) -> None:
+    tokens = tuple(range(10, 43))
+    blocks = tuple(block for piece in spoilt for block in piece.blocks)
+    expected = in_chunks(one, tokens, [33], table(60, 33))
+    for first in range(len(blocks) - 2):
+        found = in_chunks(one, tokens, [1, 20, 12], blocks[first : first + 3])
+        assert torch.equal(found, expected)
+
+
+@every_isa
+@FORMS
+@pytest.mark.parametrize(
+    "name",
+    ["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias", "self_attn.o_proj.weight",
+     "self_attn.k_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
+     "input_layernorm.weight", "lm_head"],
+)  # fmt: skip
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
+def test_no_broken_layer_goes_unnoticed(
+    isa: str, name: str, form: str, kv_int8: bool, poison: float, tmp_path: Path
+) -> None:
+    """Rounding to 8 bits would make a number of what is none, and attention would take it for an unlikely key."""
+    full = "lm_head.weight" if name == "lm_head" else f"model.layers.1.{name}"
+    directory = _poisoned(tmp_path / "model", full, 3, poison)
+    one = native_model(native(isa), directory, rounding=INT8 if form == "int8" else None, kv_int8=kv_int8)
+    pieces = tuple(
+        Slice(sequence=i, start=0, tokens=tuple(range(i, 2 * i)), blocks=table(3 * i, i), sample=GREEDY)
+        for i in (1, 2, 20)
+    )
+    for wanted in (True, False):
+        computed = one.compute(StepPlan(step_id=1, slices=pieces), [wanted] * 3)
+        noticed = [i in computed.broken or not np.isfinite(computed.highest[i]) for i in range(3)]
+        assert noticed == [True] * 3
