@@ -42,7 +42,11 @@ def packed_path(directory: Path, parts: tuple[str, ...]) -> Path:
 
 
 def write_packed(path: Path, arrays: Arrays) -> None:
-    """Write a file as a whole or not at all, and remove those that were not used for longest.  Raises OSError."""
+    """
+    Write a file as a whole or not at all, and remove those that were not used for longest.  Raises OSError.
+
+    Nobody waits for the disk: what a power failure leaves of it does not match its checksum.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     entries, place = [], 0
     for name, array in arrays.items():
@@ -62,8 +66,6 @@ def write_packed(path: Path, arrays: Arrays) -> None:
                 file.write(piece)
             file.seek(0)
             file.write(length + checksum.digest())
-            file.flush()
-            os.fsync(file.fileno())
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
