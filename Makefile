@@ -3,6 +3,7 @@
 #   make serve     set up, fetch the default model, serve on 127.0.0.1:8000   (PORT=8080 MODEL=path/to/model.gguf ARGS='--max-queue 64')
 #   make test      set up with the test extras, then the whole suite          (ARGS='-k name' to choose)
 #   make check     lint, format, types
+#   make test-sanitized   the tests of the native kernels with a build that checks every access; needs g++
 #   make test-auto-gptq   the tests with auto-gptq itself, in an environment of their own
 #   make bench     the measurements: tests/bench
 #   make bench-engine  the engine alone: decode and prefill rates, the share of Python, memory
@@ -16,7 +17,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: help serve test test-auto-gptq check format bench bench-engine bench-peers quality install lock clean
+.PHONY: help serve test test-sanitized test-auto-gptq check format bench bench-engine bench-peers quality install lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +36,14 @@ serve: $(VENV)/serve.stamp
 test: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull
 	$(BIN)/python -m pytest $(ARGS)
+
+# Of leaks it would know only those of Python.
+test-sanitized: $(VENV)/everything.stamp
+	$(BIN)/python engine/device/native/build.py --sanitize
+	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		PELLUCID_TEST_LIBRARIES=engine/device/native/lib-sanitized $(BIN)/python -m pytest $(ARGS) \
+		tests/torch/test_native_products.py tests/torch/test_native_decoder.py tests/torch/test_native_bits.py \
+		tests/torch/test_native_plans.py tests/torch/test_sampler.py
 
 # auto-gptq runs with old versions of other packages only, so nothing is shared with the rest.
 AUTO_GPTQ := .venv-auto-gptq

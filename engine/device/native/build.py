@@ -1,5 +1,6 @@
 """
-Compile the native decoder: one shared library for each instruction set, in `lib/` beside this file.
+Compile the native decoder: one shared library for each instruction set, in `lib/` beside this file; with --sanitize
+those that check every access, for tests, in `lib-sanitized/`.
 
     python engine/device/native/build.py [--sanitize]
 
@@ -17,6 +18,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent / "src"
 LIBRARIES = Path(__file__).parent / "lib"
+SANITIZED = Path(__file__).parent / "lib-sanitized"
 REASON = "unavailable.txt"
 COMPILE_S_MAX = 600
 _VNNI = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c -mbmi2 -DPL_AVX512=1"
@@ -95,5 +97,6 @@ def build_or_say_why(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    for library in build(LIBRARIES, sanitize="--sanitize" in sys.argv[1:]):
+    wanted = "--sanitize" in sys.argv[1:]
+    for library in build(SANITIZED if wanted else LIBRARIES, sanitize=wanted):
         sys.stdout.write(f"{library}\n")
