@@ -1,7 +1,7 @@
 """
 Speculation on against off: tokens per second on three workloads at several numbers of streams, with the same output.
 
-    python -m tests.bench.bench_speculate [--model FILE.gguf] [--quantization int8] [--streams 1 8 32] [--rounds 3]
+    python -m tests.bench.bench_speculate [--model FILE.gguf] [--quantization none] [--streams 1 8 32] [--rounds 3]
 
 The engine alone: scheduler and runner in one process, what a loop would do less sockets.  The prompts are those of
 speculate_prompts.toml, 30 a workload, through the model's chat template; editing and code are greedy, chat is sampled
@@ -187,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="default: the default model, pulled if need be")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--quantization", default="auto")
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
