@@ -37,11 +37,13 @@ test: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull
 	$(BIN)/python -m pytest $(ARGS)
 
-# Of leaks it would know only those of Python.
+# libstdc++ comes first too, because libasan looks for what throws exceptions when it starts.  Of leaks it would know only
+# those of Python.
 test-sanitized: $(VENV)/everything.stamp
 	$(BIN)/python engine/device/native/build.py --sanitize
-	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-		PELLUCID_TEST_LIBRARIES=engine/device/native/lib-sanitized $(BIN)/python -m pytest $(ARGS) \
+	compiler="$${CXX:-g++}"; LD_PRELOAD="$$($$compiler -print-file-name=libasan.so) $$($$compiler -print-file-name=libstdc++.so.6)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		PELLUCID_TEST_LIBRARIES=engine/device/native/lib-sanitized $(BIN)/python -m pytest --capture=sys $(ARGS) \
 		tests/torch/test_native_products.py tests/torch/test_native_decoder.py tests/torch/test_native_bits.py \
 		tests/torch/test_native_plans.py tests/torch/test_sampler.py
 
