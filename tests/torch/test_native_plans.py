@@ -21,7 +21,6 @@ from tests.torch.tiny import GREEDY, bfloat16_model, table
 
 INT8 = AT_LOAD["int8"]
 BLOCKS = 200
-Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 FORMS = pytest.mark.parametrize(("form", "kv_int8"), [("int8", True), ("bf16", False)])
 
 
@@ -76,75 +75,92 @@ def test_as_many_words_as_sampling_rows(isa: str, model: Callable[[str], NativeM
             model(isa).compute(plan, wanted)
 
 
-def _raw(one: NativeModel, **changes: object) -> int:
-    """What the library says of a good step of two sequences with some of its arrays changed."""
-    arrays: dict[str, Ints] = {
-        "tokens": np.array([1, 2, 3, 4], np.int32),
-        "positions": np.array([15, 16, 0, 1], np.int32),
-        "sequences": np.array([0, 0, 1, 1], np.int32),
-        "tables": np.array([[3, 4, -1], [5, -1, -7]], np.int32),  # beyond what is used, anything may stand
-        "out_rows": np.array([1, 3], np.int32),
-        "logit_rows": np.array([-1, 0], np.int32),
-    }
-    counts = {"rows": 4, "sequences_count": 2, "table_stride": 3, "outs": 2}
-    for name, value in changes.items():
-        if isinstance(value, int):
-            counts[name] = value
-        else:
-            arrays[name] = np.array(value, np.int32)
-    logits, answers = np.zeros((4, 259), np.float32), np.zeros((5, 8), np.int32)
-    places = {"best_ids": answers[0], "highest": answers[1], "lowest": answers[2], "finite": answers[3]}
+FIRST = [15, 2, 3, 1, 0, 1, 2, 3, 4, -7]  # start, count, blocks, outs; no logits; tokens; beyond what is used, anything
+SECOND = [0, 2, 1, 1, 1, 3, 4, 5]
+
+
+def _raw(one: NativeModel, numbers: list[int], **counts: int) -> int:
+    """What the library says of a step whose plan is these numbers, and should come to these counts."""
+    told = {"slices": 2, "rows": 4, "outs": 2, "wanted": 1, "plan_length": len(numbers)} | counts
+    plan = np.array(numbers, np.int32)
+    logits, answers = np.zeros((4, 259), np.float32), np.zeros((4, 8), np.int32)
     parts = np.zeros(4, np.int64)
     step = Step(
-        **{name: array.ctypes.data for name, array in (arrays | places).items()},
+        plan=plan.ctypes.data,
         logits=logits.ctypes.data,
+        best_ids=answers[0].ctypes.data,
+        highest=answers[1].ctypes.data,
+        lowest=answers[2].ctypes.data,
+        finite=answers[3].ctypes.data,
         parts_ns=parts.ctypes.data,
-        **counts,
+        **told,
     )
     fault: int = one._library.step(one._handle, ctypes.byref(step))
     return fault
 
 
+def _with(numbers: list[int], place: int, value: int) -> list[int]:
+    return [*numbers[:place], value, *numbers[place + 1 :]]
+
+
 @every_isa
 @pytest.mark.parametrize(
-    ("fault", "changes"),
+    ("fault", "numbers"),
     [
-        ("rows", {"rows": 0}),
-        ("rows", {"rows": -1}),
-        ("rows", {"rows": 2**31 - 1}),
-        ("rows", {"sequences_count": 0}),
-        ("rows", {"table_stride": 0}),
-        ("token", {"tokens": [1, 2, 259, 4]}),
-        ("token", {"tokens": [1, 2, 3, -1]}),
-        ("position", {"positions": [15, 17, 0, 1]}),
-        ("position", {"positions": [16, 15, 0, 1]}),
-        ("position", {"positions": [15, 15, 0, 1]}),
-        ("position", {"positions": [15, 16, -1, 0]}),
-        ("position", {"positions": [15, 16, 2047, 2048]}),
-        ("sequence", {"sequences": [0, 0, 2, 2]}),
-        ("sequence", {"sequences": [-1, -1, 1, 1]}),
-        ("block", {"tables": [[3, -1, -1], [5, -1, -1]]}),
-        ("block", {"tables": [[-1, 4, -1], [5, -1, -1]]}),
-        ("block", {"tables": [[3, 4, -1], [BLOCKS, -1, -1]]}),
-        ("block", {"table_stride": 1}),
-        ("output row", {"out_rows": [1, 4]}),
-        ("output row", {"out_rows": [-1, 3]}),
-        ("output row", {"outs": -1}),
-        ("output row", {"outs": 2**31 - 1}),
-        ("output row", {"logit_rows": [2, 0]}),
+        ("plan", []),
+        ("plan", FIRST),
+        ("plan", FIRST + SECOND[:3]),
+        ("plan", FIRST + SECOND[:-1]),
+        ("plan", [*FIRST, *SECOND, 1]),
+        ("plan", _with(FIRST, 1, 0) + SECOND),
+        ("plan", _with(FIRST, 1, -1) + SECOND),
+        ("plan", _with(FIRST, 1, 2**31 - 1) + SECOND),
+        ("plan", _with(FIRST, 2, 0) + SECOND),
+        ("plan", _with(FIRST, 2, 2**31 - 1) + SECOND),
+        ("plan", _with(FIRST, 3, -1) + SECOND),
+        ("plan", _with(FIRST, 3, 3) + SECOND),
+        ("plan", _with(FIRST, 4, 2) + SECOND),
+        ("plan", _with(FIRST, 4, 1) + SECOND),  # two rows of logits, and room for one
+        ("position", _with(FIRST, 0, -1) + SECOND),
+        ("position", _with(FIRST, 0, 2047) + SECOND),
+        ("position", _with(FIRST, 0, 2**31 - 1) + SECOND),
+        ("token", _with(FIRST, 6, 259) + SECOND),
+        ("token", FIRST + _with(SECOND, 6, -1)),
+        ("block", _with(FIRST, 8, -1) + SECOND),
+        ("block", _with(FIRST, 7, -1) + SECOND),
+        ("block", FIRST + _with(SECOND, 7, BLOCKS)),
+        ("block", FIRST + _with(SECOND, 7, 4)),  # both would write it
+        ("block", _with(FIRST, 8, 3) + SECOND),  # one would write it twice
+        ("block", [15, 2, 1, 1, 0, 1, 2, 3, *SECOND]),
     ],
     ids=str,
 )
 def test_the_library_looks_before_it_writes(
-    isa: str, fault: str, changes: dict[str, object], model: Callable[[str], NativeModel]
+    isa: str, fault: str, numbers: list[int], model: Callable[[str], NativeModel]
 ) -> None:
     """Whatever Python has checked before."""
     one = model(isa)
-    assert _raw(one) == 0
+    assert _raw(one, FIRST + SECOND) == 0
     one.reset()
-    assert fault in FAULTS[_raw(one, **changes)]
+    assert fault in FAULTS[_raw(one, numbers)]
     assert not kv_of(one).any()
-    assert _raw(one) == 0 and kv_of(one).any()
+    assert _raw(one, FIRST + SECOND) == 0 and kv_of(one).any()
+
+
+@every_isa
+@pytest.mark.parametrize(
+    "counts",
+    [{"rows": 0}, {"rows": 5}, {"rows": -1}, {"slices": 1}, {"slices": 3}, {"slices": 2**31 - 1}, {"outs": 1},
+     {"outs": -1}, {"wanted": 0}, {"wanted": 2}, {"plan_length": -1}],
+    ids=str,
+)  # fmt: skip
+def test_a_plan_must_come_to_what_there_is_room_for(
+    isa: str, counts: dict[str, int], model: Callable[[str], NativeModel]
+) -> None:
+    one = model(isa)
+    one.reset()
+    assert "plan" in FAULTS[_raw(one, FIRST + SECOND, **counts)]
+    assert not kv_of(one).any()
 
 
 def _poisoned(directory: Path, name: str, row: int, value: float) -> Path:
