@@ -95,6 +95,8 @@ def test_killed_at_random_moments(children: Nursery, place: Place) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_the_real_command_is_killed_at_work(number: signal.Signals, place: Place) -> None:
     command = [sys.executable, str(ROOT / "pellucid.py"), *place.arguments("out")]
+    # Who runs the suite in the background may have been told to ignore Ctrl-C, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         assert process.stderr is not None
         first = process.stderr.readline()  # it tells how far it is
