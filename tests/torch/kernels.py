@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.device.native.build import LIBRARIES
-from engine.device.native.library import WIDE, Library, Unavailable, Weight, instruction_sets, open_library
+from engine.device.native.library import Library, Unavailable, Weight, instruction_sets, open_library
 from engine.device.native.load import load_native
 from engine.device.native.model import NativeModel
 from engine.device.native.pack import Arrays, Packer, weight_of
@@ -44,7 +44,7 @@ def pack_one(library: Library, weight: Tensor | Quantized, bias: Tensor | None =
     int8 = isinstance(weight, Affine) and weight.bits == 8
     scheme = AT_LOAD["int8"] if int8 else Scheme(method="packed", bits=4)
     weights = Weights(cast(Checkpoint, None), torch.bfloat16, scheme)  # with a scheme, nobody asks the checkpoint
-    arrays = dict(Packer(library, weights)._linear("one", Linear((weight,), bias), WIDE))
+    arrays = dict(Packer(library, weights)._linear("one", Linear((weight,), bias)))
     return arrays, weight_of(arrays, "one")
 
 

@@ -118,8 +118,6 @@ class Library:
             library.pl_product, c_int32, POINTER(Weight), c_void_p, c_void_p, c_int32, c_int32, c_int32
         )
         self.sample = _typed(library.pl_sample, c_int32, c_void_p, c_int64, POINTER(Draw), c_void_p, c_int32, c_int32)
-        self.handover_ns = _typed(library.pl_handover_ns, c_double)
-        self.read_rate = _typed(library.pl_read_rate, c_double, c_void_p, c_int64, c_int32)
 
 
 def _typed(function: "_Function", result: "type[_CData] | None", *arguments: "type[_CData]") -> "_Function":

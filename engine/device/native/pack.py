@@ -58,10 +58,7 @@ class Packer:
     def arrays(self) -> Arrays:
         """Everything that the decoder reads.  Raises Unpackable and ModelError."""
         refuse_unpackable(self.weights.architecture, self.weights.scheme)
-        packed: Arrays = {}
-        for name, array in self._all():
-            packed[name] = array
-        return packed
+        return dict(self._all())
 
     def _all(self) -> Iterator[tuple[str, Array]]:
         weights, a = self.weights, self.weights.architecture
@@ -70,9 +67,9 @@ class Packer:
         head = weights.embedding() if weights.checkpoint.tied else weights.head()
         scheme = weights.scheme
         if scheme is not None and scheme.activations == "int8":
-            yield from self._linear("head", Linear((round_weight(head.float(), scheme),), None), WIDE)
+            yield from self._linear("head", Linear((round_weight(head.float(), scheme),), None))
         else:
-            yield from self._linear("head", Linear((head,), None), WIDE)
+            yield from self._linear("head", Linear((head,), None))
         for index in range(a.layers):
             layer = weights.layer(index)
             yield f"{index}.input_norm", _floats(layer.input_norm)
@@ -80,12 +77,12 @@ class Packer:
             if layer.query_norm is not None and layer.key_norm is not None:
                 yield f"{index}.query_norm", layer.query_norm.float().numpy()
                 yield f"{index}.key_norm", layer.key_norm.float().numpy()
-            yield from self._linear(f"{index}.qkv", layer.qkv, WIDE)
-            yield from self._linear(f"{index}.output", layer.output, WIDE)
-            yield from self._linear(f"{index}.gate_up", _interleaved(layer.gate_up, a.intermediate), WIDE)
-            yield from self._linear(f"{index}.down", layer.down, WIDE)
+            yield from self._linear(f"{index}.qkv", layer.qkv)
+            yield from self._linear(f"{index}.output", layer.output)
+            yield from self._linear(f"{index}.gate_up", _interleaved(layer.gate_up, a.intermediate))
+            yield from self._linear(f"{index}.down", layer.down)
 
-    def _linear(self, name: str, linear: Linear, wide: int) -> Iterator[tuple[str, Array]]:
+    def _linear(self, name: str, linear: Linear) -> Iterator[tuple[str, Array]]:
         if len(linear.weights) != 1:
             raise Unpackable(f"{name} is made of weights that have no form in common")
         weight = linear.weights[0]
@@ -93,7 +90,7 @@ class Packer:
         scale, order, form, group, asymmetric = torch.ones(weight.shape[0]), None, BF16, 0, False
         if isinstance(weight, Affine) and self.weights.activations(weight) == "int8":
             form, scale = INT8, weight.scale[:, 0]
-            codes = _columns(weight.codes, wide)
+            codes = _columns(weight.codes, WIDE)
             data, ins = self._packed(INT8, outs, codes.shape[1]), codes.shape[1]
             self.library.pack_int8(data.ctypes.data, codes.data_ptr(), weight.shape[0], ins)
         elif isinstance(weight, Affine) and (group := _group_of(weight)):
@@ -101,7 +98,7 @@ class Packer:
             data, scale, order = self._int4(weight, outs, group)
         else:
             dense = weight if isinstance(weight, Tensor) else weight.dense(torch.bfloat16)
-            values = _columns(dense.to(torch.bfloat16), wide)
+            values = _columns(dense.to(torch.bfloat16), WIDE)
             data, ins, group = self._packed(BF16, outs, values.shape[1]), values.shape[1], 0
             self.library.pack_bf16(data.ctypes.data, values.data_ptr(), weight.shape[0], ins)
         yield f"{name}.data", data

@@ -66,12 +66,10 @@ struct KvBf16 {
   static Sum first(const Queries&, int) { return zero(); }
 };
 
-#define PL_KERNEL_A static __attribute__((noinline))
-
 // Scores of `Count` queries from `first` against `kKeyBlocks` blocks; `later` is only fetched.
 template <class Kv, int Count>
-PL_KERNEL_A void score(const Queries& q, int first, int dim, const uint8_t* const* blocks, const uint8_t* const* later,
-                       int32_t* out) {
+PL_KERNEL void score(const Queries& q, int first, int dim, const uint8_t* const* blocks, const uint8_t* const* later,
+                     int32_t* out) {
   typename Kv::Sum s[Count][kKeyBlocks];
 #pragma GCC unroll 16
   for (int r = 0; r < Count; r++)
@@ -105,8 +103,8 @@ PL_KERNEL_A void score(const Queries& q, int first, int dim, const uint8_t* cons
 
 // Weighted values of `Count` queries from `first`, `Chunks` times 16 dimensions from `chunk`.
 template <class Kv, int Count, int Chunks>
-PL_KERNEL_A void weigh(const uint16_t* weights, int first, int dim, int chunk, const uint8_t* const* blocks, int count,
-                       float* out) {
+PL_KERNEL void weigh(const uint16_t* weights, int first, int dim, int chunk, const uint8_t* const* blocks, int count,
+                     float* out) {
   typename Kv::Sum s[Count][Chunks];
 #pragma GCC unroll 8
   for (int r = 0; r < Count; r++)
@@ -198,8 +196,8 @@ inline void soften(AttentionScratch& t, int r, int dim, const uint8_t* const* bl
 
 // One split: `count` blocks from key `key` on.
 template <class Kv>
-PL_KERNEL_A void attend_split(AttentionScratch& t, int dim, int window, const uint8_t* const* blocks, int count,
-                              int key, Part& part) {
+PL_KERNEL void attend_split(AttentionScratch& t, int dim, int window, const uint8_t* const* blocks, int count, int key,
+                            Part& part) {
   const Queries& q = t.queries;
   for (int b = 0; b < count; b += kKeyBlocks)
     for (int r = 0; r < q.count; r += kQueries)

@@ -85,39 +85,4 @@ int32_t pl_sample(const float* logits, int64_t vocab, const pl_draw* draws, int3
   return PL_OK;
 }
 
-double pl_handover_ns(void) {
-  alignas(64) static std::atomic<int> turn;
-  turn = 0;
-  constexpr int rounds = 3000;
-  const int64_t began = pl::now_ns();
-  int team = 1;
-#pragma omp parallel num_threads(2)
-  {
-    const int me = omp_get_thread_num();
-    if (me == 0) team = omp_get_num_threads();
-    if (omp_get_num_threads() == 2)
-      for (int i = 0; i < rounds; i++) {
-        while (turn.load(std::memory_order_acquire) != 2 * i + me) {
-        }
-        turn.store(2 * i + me + 1, std::memory_order_release);
-      }
-  }
-  return team == 2 ? static_cast<double>(pl::now_ns() - began) / rounds / 2 : 0.0;
-}
-
-double pl_read_rate(const uint8_t* memory, int64_t bytes, int32_t threads) {
-  const int64_t began = pl::now_ns();
-  int32_t seen = 0;
-#pragma omp parallel num_threads(threads) reduction(^ : seen)
-  {
-    const int64_t share = bytes / omp_get_num_threads() / 64 * 64;
-    const uint8_t* p = memory + share * omp_get_thread_num();
-    pl::Ints sum = pl::zero_ints();
-    for (int64_t i = 0; i < share; i += 64) sum = pl::add_ints(sum, pl::load_packed(p + i));
-    seen ^= pl::sum_of_ints(sum);
-  }
-  const double seconds = static_cast<double>(pl::now_ns() - began) * 1e-9;
-  return static_cast<double>(bytes) / seconds + (seen == 12345 ? 1e-3 : 0.0);
-}
-
 }  // extern "C"

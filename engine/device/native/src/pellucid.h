@@ -108,10 +108,6 @@ typedef struct {
 int32_t pl_sample(const float* logits, int64_t vocab, const pl_draw* draws, int32_t* tokens, int32_t rows,
                   int32_t threads);
 
-// The machine: one-way hand-over of a cache line between two threads, and what `threads` read, in bytes a second.
-double pl_handover_ns(void);
-double pl_read_rate(const uint8_t* memory, int64_t bytes, int32_t threads);
-
 #pragma GCC visibility pop
 
 #ifdef __cplusplus

@@ -8,8 +8,6 @@
 
 namespace pl {
 
-#define PL_KERNEL static __attribute__((noinline))  // inlined into a large function, gcc 12 spills the accumulators
-
 constexpr int64_t kAhead = 4096;  // bytes that a lone row prefetches ahead
 
 struct Prefetch {

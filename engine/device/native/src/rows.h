@@ -6,6 +6,8 @@
 
 namespace pl {
 
+#define PL_KERNEL static __attribute__((noinline))  // inlined into a large function, gcc 12 spills the accumulators
+
 constexpr int kWide = 64;  // columns a pass
 constexpr int padded(int n, int to) { return (n + to - 1) / to * to; }
 
