@@ -26,7 +26,14 @@ from launch.parse import (
 from launch.sizes import KvMemory, parse_bytes, parse_kv_memory
 
 PREFIX = "PELLUCID_"
-FOREIGN_VARIABLES = frozenset({"PELLUCID_SHARED"})  # read by the test suite, where it looks for shared data
+OTHER_VARIABLES = frozenset(
+    {
+        "PELLUCID_CONFIG",
+        "PELLUCID_KERNELS",  # the engine's, to force an instruction set
+        "PELLUCID_SHARED", "PELLUCID_TEST_GGUF", "PELLUCID_TEST_LIBRARIES", "PELLUCID_WRITE_GOLDEN",  # the test suite's
+    }
+)  # fmt: skip
+"""Those that are no options; tests/tidy looks for more of them."""
 
 Value = str | int | float | bool | tuple[str, ...] | KvMemory | None
 Given = Mapping[str, str | bool | tuple[str, ...] | None]
@@ -331,9 +338,9 @@ def _as_text(value: str | float | bool | tuple[str, ...]) -> str:
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
-    known = {option.variable for option in OPTIONS} | {PREFIX + "CONFIG"}
+    known = {option.variable for option in OPTIONS} | OTHER_VARIABLES
     for variable in sorted(environ):
-        if variable.startswith(PREFIX) and variable not in known | FOREIGN_VARIABLES:
+        if variable.startswith(PREFIX) and variable not in known:
             raise UserError(f"unknown variable {variable} in the environment{nearest(variable, known)}")
 
 

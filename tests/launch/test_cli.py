@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.options import OTHER_VARIABLES
 from launch.serve import SOCKET_PATH_BYTES_MAX, banner, check_host, run_dir, socket_path
 from tests.tidy.imports import ROOT
 
@@ -103,6 +104,12 @@ def test_a_mistake_in_the_environment(environ: dict[str, str], words: str, tmp_p
     done = pellucid(tmp_path, "serve", **environ)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_variables_that_others_read_are_let_through(tmp_path: Path) -> None:
+    environ = dict.fromkeys(OTHER_VARIABLES - {"PELLUCID_CONFIG"}, "torch")
+    done = pellucid(tmp_path, "serve", "--port", "nowhere", **environ)
+    assert done.stderr == "pellucid: --port: 'nowhere' is not a whole number\n"
 
 
 def test_a_port_in_use_is_seen_before_a_model_is_fetched(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.options import OPTIONS, OTHER_VARIABLES
 from tests.tidy.imports import ROOT, module_name, row_of, tracked
 
 FILE_LINES_MAX = 400
@@ -135,6 +136,25 @@ def test_the_lints_bite() -> None:
     assert lines_with(HOLLOW, "    assert True") and lines_with(HOLLOW, "pytest.skip()")
     assert not lines_with(HOLLOW, "pytest.skip(f'no {x}')")
     assert lines_with(UNFINISHED, "# TO" + "DO: later")
+
+
+def test_every_variable_that_something_here_reads_or_sets_is_known() -> None:
+    """`pellucid` refuses the others as spelling mistakes."""
+    read_or_set = re.compile(
+        r"""environ\.get\("(PELLUCID_\w+)|^\w+ = "(PELLUCID_\w+)"|\b(PELLUCID_\w+)(?: :)?=(?!=)""", re.MULTILINE
+    )
+    places = [path for path in PYTHON if path != Path("tests/tidy/test_lints.py")]
+    found = {
+        name
+        for path in [*places, Path("Makefile"), Path(".ci/run")]
+        for match in read_or_set.finditer(read(path))
+        for name in match.groups()
+        if name
+    }
+    known = {option.variable for option in OPTIONS} | OTHER_VARIABLES
+    assert found >= {"PELLUCID_KERNELS", "PELLUCID_TEST_LIBRARIES", "PELLUCID_PORT"}
+    assert found - known == set()
+    assert OTHER_VARIABLES - found == {"PELLUCID_CONFIG"}
 
 
 def test_the_lock_pins_every_requirement_exactly() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.device.errors import ModelError
 from engine.device.native import build, library
 from engine.device.native.build import INSTRUCTION_SETS, REASON, BuildError, build_or_say_why, library_name
 from engine.device.native.library import CHOICE, PARTS, Library, Unavailable, available, instruction_sets, open_library
@@ -75,9 +76,6 @@ def test_the_best_that_there_is(installed: Path, monkeypatch: pytest.MonkeyPatch
     ("choice", "usable", "reason"),
     [
         ("torch", ("avx2",), "PELLUCID_KERNELS=torch asks for the decoder in torch"),
-        ("sse", ("avx2",), "PELLUCID_KERNELS=sse is not known: choose avx512-bf16, avx512-vnni, avx2 or torch"),
-        ("avx512-bf16", ("avx2",), "PELLUCID_KERNELS=avx512-bf16 is not for this processor, which has avx2"),
-        ("avx2", (), "PELLUCID_KERNELS=avx2 is not for this processor, which has none of them"),
         ("", (), "the native kernels need a processor with AVX2"),
         ("", ("avx2",), "no native kernels: they were not built: install Pellucid again"),
     ],
@@ -88,6 +86,24 @@ def test_why_there_are_none(
     monkeypatch.setattr(library, "instruction_sets", lambda: usable)
     monkeypatch.setenv(CHOICE, choice)
     with pytest.raises(Unavailable, match=f"^{re.escape(reason)}$"):
+        available()
+
+
+@pytest.mark.parametrize(
+    ("choice", "usable", "reason"),
+    [
+        ("sse", ("avx2",), "PELLUCID_KERNELS=sse is not known: choose avx512-bf16, avx512-vnni, avx2 or torch"),
+        ("avx512-bf16", ("avx2",), "PELLUCID_KERNELS=avx512-bf16 is not for this processor, which has avx2"),
+        ("avx2", (), "PELLUCID_KERNELS=avx2 is not for this processor, which has none of them"),
+    ],
+)
+def test_what_is_forced_and_cannot_be_had_is_refused(
+    choice: str, usable: tuple[str, ...], reason: str, installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not answered with something slower."""
+    monkeypatch.setattr(library, "instruction_sets", lambda: usable)
+    monkeypatch.setenv(CHOICE, choice)
+    with pytest.raises(ModelError, match=f"^{re.escape(reason)}$"):
         available()
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.device.errors import ModelError
 from engine.device.native.build import LIBRARIES, REASON, library_name
 
 if TYPE_CHECKING:
@@ -133,15 +134,15 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def available() -> str:
-    """The instruction set to use.  Raises Unavailable."""
+    """The instruction set to use.  Raises Unavailable; ModelError if the one that was asked for cannot be had."""
     choice = os.environ.get(CHOICE, "")
     if choice == "torch":
         raise Unavailable(f"{CHOICE}=torch asks for the decoder in torch")
     if choice and choice not in _NEEDS:
-        raise Unavailable(f"{CHOICE}={choice} is not known: choose {', '.join(_NEEDS)} or torch")
+        raise ModelError(f"{CHOICE}={choice} is not known: choose {', '.join(_NEEDS)} or torch")
     usable = instruction_sets()
     if choice and choice not in usable:
-        raise Unavailable(
+        raise ModelError(
             f"{CHOICE}={choice} is not for this processor, which has {', '.join(usable) or 'none of them'}"
         )
     for name in (choice,) if choice else usable:
