@@ -15,7 +15,8 @@ import structlog
 
 from engine.api import Hello
 from engine.config import EngineOptions, SchedulerConfig
-from engine.device import Device
+from engine.device import Device, DeviceFacts
+from engine.device.drafting import DraftModel
 from engine.device.errors import ModelError
 from engine.loop import Loop
 from engine.scheduler import Scheduler
@@ -46,21 +47,22 @@ def main(arguments: list[str]) -> int:
         options = msgspec.json.decode(arguments[1], type=EngineOptions)
         logs.configure(options.log_level, options.log_format)
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
-        from engine.device.runner import Runner  # noqa: PLC0415 torch takes seconds to load
+        from engine.device.pair import load_pair  # noqa: PLC0415 torch takes seconds to load
 
-        device = Runner.load(options)
+        device, drafter = load_pair(options)
         server = Server(options.listen, hello(options, device))
     except msgspec.MsgspecError as error:
         return _refuse(f"--options: {error}")
     except (ModelError, ListenError) as error:
         return _refuse(str(error))
-    serve(options, device, server)
+    serve(options, device, server, drafter)
     return 0
 
 
-def serve(options: EngineOptions, device: Device, server: Server) -> None:
+def serve(options: EngineOptions, device: Device, server: Server, drafter: DraftModel | None = None) -> None:
     """Serve `device` over `server` until a signal."""
-    loop = Loop(Scheduler(scheduler_config(options, device)), device, server, replica=options.replica)
+    scheduler = Scheduler(scheduler_config(options, device, drafter.facts if drafter is not None else None))
+    loop = Loop(scheduler, device, server, drafter=drafter, replica=options.replica)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         loop.stop()
@@ -75,14 +77,16 @@ def serve(options: EngineOptions, device: Device, server: Server) -> None:
         weights=device.facts.weights.label,
         **device.facts.details,
     )
+    if drafter is not None:
+        log.info("draft_model_ready", model=options.draft_model, **drafter.facts.details)
     try:
         loop.run()
     finally:
         server.close()
 
 
-def scheduler_config(options: EngineOptions, device: Device) -> SchedulerConfig:
-    """The core's bounds: what was asked for, and what the device has."""
+def scheduler_config(options: EngineOptions, device: Device, draft: DeviceFacts | None = None) -> SchedulerConfig:
+    """The core's bounds: what was asked for, and what the device and that of the draft model have."""
     facts = device.facts
     return SchedulerConfig(
         blocks_max=facts.blocks_max,
@@ -94,6 +98,8 @@ def scheduler_config(options: EngineOptions, device: Device) -> SchedulerConfig:
         vocab_size=facts.vocab_size,
         prefix_cache=options.prefix_cache,
         drafts_max=options.drafts_max,
+        draft_blocks_max=draft.blocks_max if draft is not None else 0,
+        draft_context_max=draft.context_max if draft is not None else 0,
     )
 
 

@@ -30,6 +30,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Whether finished blocks are kept for requests that start alike."""
     drafts_max: int = 0
     """Tokens guessed ahead for one sequence in one step, where it pays; 0: no speculation."""
+    draft_blocks_max: int = 0
+    """KV blocks of the draft model; 0: there is none."""
+    draft_context_max: int = 0
+    """Tokens of one sequence that the draft model can read and guess."""
 
     @property
     def slots_max(self) -> int:
@@ -71,6 +75,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefix_cache: bool = True
     drafts_max: int = 0
     """Tokens guessed ahead for one sequence in one step; 0: no speculation."""
+    draft_model: str = ""
+    """A smaller model with the same vocabulary, that guesses; a directory or a GGUF file, empty: none."""
     log_level: str = "info"
     log_format: str = "console"
     """console or json."""

@@ -11,7 +11,7 @@ import msgspec
 
 from engine.api import Message
 from engine.config import SchedulerConfig
-from engine.plan import StepPlan, StepResult
+from engine.plan import DraftPlan, DraftResult, StepPlan, StepResult
 from engine.scheduler import Scheduler
 from engine.speculate import Speculation
 
@@ -21,6 +21,18 @@ class Applied(msgspec.Struct, frozen=True, tag="applied"):
 
     message: Message
     now_ns: int
+
+
+class Wished(msgspec.Struct, frozen=True, tag="wished"):
+    """A draft model was asked."""
+
+    plan: DraftPlan
+
+
+class Drafted(msgspec.Struct, frozen=True, tag="drafted"):
+    """What it guessed was taken in."""
+
+    result: DraftResult
 
 
 class Planned(msgspec.Struct, frozen=True, tag="planned"):
@@ -37,14 +49,14 @@ class Committed(msgspec.Struct, frozen=True, tag="committed"):
     now_ns: int
 
 
-Entry = Applied | Planned | Committed
+Entry = Applied | Wished | Drafted | Planned | Committed
 
 
 class Divergence(msgspec.Struct, frozen=True):
     """The first step whose replayed plan is not the recorded one."""
 
-    recorded: StepPlan
-    replayed: StepPlan
+    recorded: StepPlan | DraftPlan
+    replayed: StepPlan | DraftPlan
 
 
 def replay(
@@ -52,11 +64,17 @@ def replay(
 ) -> Divergence | None:
     """Run a journal through a fresh scheduler.  None: every plan came out the same."""
     scheduler = Scheduler(config, speculation=speculation)
-    plan = StepPlan(step_id=0, slices=())
+    plan, draft_plan = StepPlan(step_id=0, slices=()), DraftPlan()
     for entry in entries:
         match entry:
             case Applied(message, now_ns):
                 scheduler.apply(message, now_ns)
+            case Wished(wished):
+                draft_plan = scheduler.wishes()
+                if draft_plan != wished:
+                    return Divergence(wished, draft_plan)
+            case Drafted(drafts):
+                scheduler.drafted(draft_plan, drafts)
             case Planned(recorded, now_ns):
                 plan = scheduler.plan(now_ns)
                 if plan != recorded:

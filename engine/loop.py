@@ -2,6 +2,9 @@
 The engine's loop: the only place where the clock, the socket, the scheduler and the device meet.
 
     publish the last step | wait | take messages, plan | run | commit   -> one StepRecord, whose parts sum to the step
+
+A draft model, where there is one, guesses before the plan is made: it is asked what the scheduler wishes, and what
+it has guessed is handed to the scheduler as messages are.
 """
 
 from collections.abc import Callable
@@ -10,9 +13,9 @@ from typing import Protocol
 import structlog
 
 from engine.api import Message, StepFrame
-from engine.device import Device
+from engine.device import Device, Drafting
 from engine.outcome import Outcome
-from engine.plan import SliceResult, StepPlan, StepResult
+from engine.plan import DraftPlan, DraftResult, SliceResult, StepPlan, StepResult
 from engine.scheduler import Scheduler
 from telemetry.clock import now_ns
 from telemetry.records import STEP_PARTS, StepRecord
@@ -43,12 +46,15 @@ class Loop:
         device: Device,
         link: Link,
         *,
+        drafter: Drafting | None = None,
         replica: int = 0,
         clock: Callable[[], int] = now_ns,
     ) -> None:
         self._scheduler = scheduler
         self._device = device
         self._link = link
+        self._drafter = drafter
+        self._drafts_doubted = False  # somebody has been told that its numbers were none
         self._replica = replica
         self._clock = clock
         self._stopping = False
@@ -85,6 +91,8 @@ class Loop:
 
     def _advance(self) -> None:
         """Plan, run, commit, and write it down.  A step without slices only carries news of the door."""
+        if self._drafter is not None:
+            self._draft(self._drafter)
         plan = self._scheduler.plan(self._clock())
         self._starved = not plan.slices
         self._spend("plan")
@@ -103,6 +111,23 @@ class Loop:
         self._spend("commit")
         if plan.slices or outcome.deltas or outcome.finished:
             self._close(plan, result, outcome)
+
+    def _draft(self, drafter: Drafting) -> None:
+        """Ask the draft model, if the scheduler wishes; whatever befalls it, no request fails."""
+        wishes = self._scheduler.wishes()
+        self._spend("plan")
+        if not wishes.slices:
+            return
+        try:
+            result = drafter.draft(wishes)
+        except Exception:  # as in `_compute`
+            log.exception("draft_model_failed", consequence="no drafts from it until the engine is started again")
+            result = DraftResult(failed=True)
+        if not result.failed and not self._drafts_doubted and _falls_short(wishes, result):
+            self._drafts_doubted = True
+            log.warning("draft_model_not_a_number", consequence="no drafts from it for such sequences")
+        self._spend("draft")
+        self._scheduler.drafted(wishes, result)
 
     def _spend(self, part: str) -> None:
         """Everything since the last mark was `part`."""
@@ -164,3 +189,7 @@ class Loop:
         except Exception:
             log.exception("slice_failed", step_id=step_id, sequence=plan.slices[index].sequence)
             return SliceResult(fault="The engine failed to compute this request.")
+
+
+def _falls_short(plan: DraftPlan, result: DraftResult) -> bool:
+    return any(len(drafts) < count for drafts, count in zip(result.drafts, plan.counts, strict=True))

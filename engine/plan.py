@@ -74,3 +74,26 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     interconnect_bytes: int = 0
     straggler: int = -1
     compute_parts: dict[str, int] = {}  # of telemetry.records.COMPUTE_PARTS
+
+
+class DraftPlan(msgspec.Struct, frozen=True):
+    """
+    What a draft model is to read, and how many tokens it is to guess behind each slice, greedily, in its own KV.
+
+    A block table is long enough for the slice and for all guesses but the last.  A count of 0: only read.
+    """
+
+    slices: tuple[Slice, ...] = ()
+    counts: tuple[int, ...] = ()
+
+    def rows(self, number: int) -> int:
+        """Rows of the draft model's pass of that number, if all goes well."""
+        return sum(len(piece.tokens) for piece in self.slices) if not number else sum(c > number for c in self.counts)
+
+
+class DraftResult(msgspec.Struct, frozen=True):
+    """The guesses behind each slice; fewer than were asked for where the draft model's numbers are none."""
+
+    drafts: tuple[tuple[int, ...], ...] = ()
+    pass_ns: tuple[int, ...] = ()  # what each pass of the draft model took
+    failed: bool = False  # it is not to be asked again

@@ -2,6 +2,7 @@
 The scheduler: which sequences pay how much of their token debt in the next step.
 
     apply(message, now)   take a request in, or abort one
+    wishes(), drafted()   what a draft model, where there is one, is to guess before a plan, and what it has guessed
     plan(now)             choose slices within the step's token budget and the KV pool -> StepPlan
     commit(plan, result, now)   book what was computed, end what is done -> Outcome
 
@@ -20,11 +21,12 @@ from engine.admission import door_fault
 from engine.api import DEGENERATE, Abort, Delta, Fault, Finish, FinishReason, GenerateRequest, Message
 from engine.blocks import BlockPool
 from engine.config import SchedulerConfig
+from engine.draft_model import NOTHING, ModelSpeculator, speculation_for
 from engine.ending import ending_of
 from engine.outcome import Outcome, Tally, merged
-from engine.plan import Slice, SliceResult, StepPlan, StepResult
+from engine.plan import DraftPlan, DraftResult, Slice, SliceResult, StepPlan, StepResult
 from engine.sequence import Sequence, Status
-from engine.speculate import Speculation, Speculator
+from engine.speculate import Speculation
 from telemetry.records import RequestRecord
 
 
@@ -45,7 +47,8 @@ class Scheduler:
         self._deltas: list[Delta] = []
         self._finished: list[RequestRecord] = []
         self._cached = self._preemptions = self._evictions_before = 0
-        self._speculation = speculation or (Speculator(config.drafts_max) if config.drafts_max else None)
+        self._speculation = speculation or speculation_for(config)
+        self._draft_model = self._speculation if isinstance(self._speculation, ModelSpeculator) else None
         self._decode_keys: float | None = None  # of the step in flight, if everybody decodes: thousands, over all rows
         self._planned_ns = 0
 
@@ -69,6 +72,19 @@ class Scheduler:
             case GenerateRequest():
                 self._arrive(message, now_ns)
 
+    def wishes(self) -> DraftPlan:
+        """What a draft model is to do before the next plan.  Nothing while prompts are computed or somebody waits."""
+        if self._draft_model is None:
+            return NOTHING
+        busy = self.waiting or any(one.debt > 1 or not one.output_length for one in self.running)
+        scarce = busy or self.pool.available < len(self.running)
+        return self._draft_model.asks(self.running, 0 if scarce else self.config.tokens_step_max - len(self.running))
+
+    def drafted(self, plan: DraftPlan, result: DraftResult) -> None:
+        """The draft model has done what `wishes` said."""
+        if self._draft_model is not None:
+            self._draft_model.told(plan, result)
+
     def plan(self, now_ns: int) -> StepPlan:
         """Choose the next step.  It may be empty; it is in flight until `commit`."""
         assert not self._in_flight, "the step before is not committed"
@@ -81,7 +97,7 @@ class Scheduler:
         self._in_flight = {sequence.number: sequence for sequence in self.running if sequence.number in counts}
         drafts = self._draft(counts, now_ns) if self._speculation is not None else {}
         going = self._in_flight.items()
-        slices = tuple(self._slice(sequence, counts[number], drafts.get(number, ())) for number, sequence in going)
+        slices = tuple(sequence.slice(counts[number], drafts.get(number, ())) for number, sequence in going)
         return StepPlan(step_id=self._step_id, slices=slices)
 
     def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> Outcome:
@@ -106,6 +122,8 @@ class Scheduler:
     def check(self) -> None:
         """Everything is in one place and every book closes.  O(sequences + blocks): for tests."""
         self.pool.check()
+        if self._draft_model is not None:
+            self._draft_model.check()
         assert self.waiting == sorted(self.waiting, key=lambda sequence: sequence.order)
         assert self.running == sorted(self.running, key=lambda sequence: sequence.order)
         assert all(sequence.status is Status.WAITING and not sequence.blocks for sequence in self.waiting)
@@ -183,7 +201,7 @@ class Scheduler:
         counts: dict[int, int] = {}
         budget = self.config.tokens_step_max
         for sequence in sorted(self.running, key=lambda one: (one.debt > 1, one.order)):
-            count = min(sequence.debt, budget - sum_of(counts))
+            count = min(sequence.debt, budget - sum(counts.values()))
             if count > 0 and sequence.status is Status.RUNNING and self._grow(sequence, count, counts, now_ns):
                 counts[sequence.number] = count
         return counts
@@ -217,7 +235,7 @@ class Scheduler:
         """Let waiting sequences in, in order; one that does not fit may be overtaken `bypass_max` times."""
         passed: list[Sequence] = []
         for sequence in list(self.waiting):
-            budget = self.config.tokens_step_max - sum_of(counts)
+            budget = self.config.tokens_step_max - sum(counts.values())
             reason = ""
             if len(self.running) >= self.config.sequences_max:
                 reason = "queue_batch_full"
@@ -296,17 +314,6 @@ class Scheduler:
                 sequence.charge(now_ns)
                 sequence.blocks.extend(taken)
         return drafts[: len(sequence.blocks) * self.config.block_slots - len(sequence.tokens)]
-
-    def _slice(self, sequence: Sequence, count: int, drafts: tuple[int, ...]) -> Slice:
-        end = sequence.computed + count
-        return Slice(
-            sequence=sequence.number,
-            start=sequence.computed,
-            tokens=(*sequence.tokens[sequence.computed : end], *drafts),
-            blocks=tuple(sequence.blocks),
-            sample=sequence.spec(len(drafts)) if end == len(sequence.tokens) else None,
-            drafts=len(drafts),
-        )
 
     # ---- committing
 
@@ -393,8 +400,3 @@ class Scheduler:
         self._cached = self._preemptions = 0
         self._evictions_before = self.pool.evictions
         return outcome
-
-
-def sum_of(counts: dict[int, int]) -> int:
-    """Tokens planned so far."""
-    return sum(counts.values())

@@ -13,7 +13,7 @@ from enum import Enum
 
 from engine import prefix
 from engine.api import Finish, GenerateRequest, Usage
-from engine.plan import SampleSpec
+from engine.plan import SampleSpec, Slice
 from telemetry.ledger import Ledger
 from telemetry.records import RequestRecord
 
@@ -112,6 +112,18 @@ class Sequence:
             unbanned_rows=rows - banned_rows if banned_rows > 0 else 0,
             prompt=tuple(self.tokens[: self.prompt_length]) if repeated else (),
             outputs=tuple(self.outputs) if penalized or repeated else (),
+        )
+
+    def slice(self, count: int, drafts: tuple[int, ...] = ()) -> Slice:
+        """The next `count` tokens that are owed, and drafts behind them."""
+        end = self.computed + count
+        return Slice(
+            sequence=self.number,
+            start=self.computed,
+            tokens=(*self.tokens[self.computed : end], *drafts),
+            blocks=tuple(self.blocks),
+            sample=self.spec(len(drafts)) if end == len(self.tokens) else None,
+            drafts=len(drafts),
         )
 
     def admit(self, cached: int) -> int:

@@ -157,6 +157,7 @@ class Speculator:
     def __init__(self, drafts_max: int) -> None:
         assert drafts_max > 0
         self.costs = StepCosts()
+        self.hopes: dict[int, float] = {}  # tokens expected from the last wishes, by sequence
         self._drafts_max = drafts_max
         self._chances = Chances()
         self._library = Library()
@@ -169,6 +170,7 @@ class Speculator:
     def wish(self, asking: Many[Sequence], budget: int) -> dict[int, tuple[int, ...]]:
         """What pays."""
         self._step += 1
+        self.hopes = {}
         rows, keys = len(asking), sum(len(sequence.tokens) for sequence in asking) / 1000
         budget = min(budget, ROWS_MORE_MAX, rows * self._drafts_max)
         if budget < 1 or self.costs.seen(rows) < KNOWN:
@@ -206,6 +208,11 @@ class Speculator:
             self._own_tokens -= watch.position
         if keep:
             self._library.of(sequence.request.tenant).add(tuple(sequence.outputs))
+
+    def matched(self, sequence: Sequence) -> int:
+        """How many of its last tokens stand before that which was found for it last."""
+        watch = self._watches.get(sequence.number)
+        return watch.draft.matched if watch is not None else 0
 
     def _may_pay(self, rows: int, keys: float, budget: int, *, trusting: bool) -> bool:
         """Whether drafts could pay if nearly all were right.  `trusting`: and if costs were as low as they may be."""
@@ -272,6 +279,7 @@ class Speculator:
         chosen: dict[int, int] = {}
         for _, place in steps[:best_count]:
             chosen[place] = chosen.get(place, 0) + 1
+        self.hopes = {asking[place].number: sum(ladders[place][:count]) for place, count in chosen.items()}
         return {
             asking[place].number: tuple(self._watches[asking[place].number].draft.tokens[:count])
             for place, count in chosen.items()

@@ -191,6 +191,13 @@ OPTIONS = (
         parse=parse_speculative,
     ),
     Option(
+        name="draft_model",
+        default="",
+        metavar="NAME|DIR|FILE.gguf",
+        help="A smaller model with the same tokens, that guesses ahead where texts do not repeat, and where that pays.",
+        parse=str,
+    ),
+    Option(
         name="max_body",
         default="8MiB",
         metavar="SIZE",
@@ -264,6 +271,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_step_tokens: int
     prefix_cache: bool
     speculative: int
+    draft_model: str
     max_body: int
     request_timeout: float
     drain: float

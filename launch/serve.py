@@ -44,10 +44,12 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
     check_host(options.host, insecure_open=options.insecure_open)
     port = check_port(options.host, options.port)
     data = data_dir(options.data_dir, environ)
+    check_draft_model(options)
     model = Store(data).pull(options.model)
-    kv_bytes = check_memory(options, model)
+    draft = Store(data).pull(options.draft_model) if options.draft_model else None
+    kv_bytes = check_memory(options, model, draft)
     with run_dir(data) as folder:
-        engine = engine_options(options, model, folder, data / PACKED, kv_bytes)
+        engine = engine_options(options, model, folder, data / PACKED, kv_bytes, draft)
         gateway = gateway_options(options, model, port, (engine.listen,))
         supervisor = Supervisor(
             engines=[ChildSpec(name="engine", command=python_command("engine", engine), grace_s=ENGINE_GRACE_S)],
@@ -131,7 +133,13 @@ def _in_use(family: int, host: str) -> bool:
         return True
 
 
-def check_memory(options: ServeOptions, model: Model) -> int:
+def check_draft_model(options: ServeOptions) -> None:
+    """A draft model guesses ahead, so that must not be turned off.  Raises UserError."""
+    if options.draft_model and not options.speculative:
+        raise UserError("--draft-model guesses ahead, and --speculative off forbids it: leave one of them out")
+
+
+def check_memory(options: ServeOptions, model: Model, draft: Model | None = None) -> int:
     """
     Bytes for the KV pool.  Raises UserError if they cannot be had.
 
@@ -146,10 +154,11 @@ def check_memory(options: ServeOptions, model: Model) -> int:
             )
         return options.kv_memory.size_bytes
     kv_bytes = options.kv_memory.resolve_bytes(available)
-    if kv_bytes + model.size_bytes > available:
+    weights_bytes = model.size_bytes + (draft.size_bytes if draft is not None else 0)
+    if kv_bytes + weights_bytes > available:
         raise UserError(
             f"too little memory: {format_bytes(kv_bytes)} for keys and values and at least "
-            f"{format_bytes(model.size_bytes)} for the weights, but {format_bytes(available)} are available; "
+            f"{format_bytes(weights_bytes)} for the weights, but {format_bytes(available)} are available; "
             "lower --kv-memory"
         )
     return kv_bytes
@@ -204,7 +213,9 @@ def child_environ(environ: dict[str, str]) -> dict[str, str]:
     return environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def engine_options(options: ServeOptions, model: Model, folder: Path, packed: Path, kv_bytes: int) -> EngineOptions:
+def engine_options(
+    options: ServeOptions, model: Model, folder: Path, packed: Path, kv_bytes: int, draft: Model | None = None
+) -> EngineOptions:
     """What the engine is told."""
     return EngineOptions(
         model=str(model.path),
@@ -222,6 +233,7 @@ def engine_options(options: ServeOptions, model: Model, folder: Path, packed: Pa
         waiting_max=options.max_queue,
         prefix_cache=options.prefix_cache,
         drafts_max=options.speculative,
+        draft_model=str(draft.path) if draft is not None else "",
         log_level=options.log_level,
         log_format=options.log_format,
     )

@@ -12,6 +12,7 @@ STEP_PARTS = (
     "publish",  # encode and write the frame of the step before
     "idle",  # nothing to do: waiting for a message
     "plan",  # take messages, choose slices
+    "draft",  # a draft model guesses; before the slices are chosen
     "batch",  # the plan as arrays, and the answers from what came back
     "compute",  # forward pass
     "interconnect_wait",

@@ -4,7 +4,7 @@ Ring 2: the device.  It turns a `StepPlan` into a `StepResult` and knows nothing
     runner   load a model, run a step                fake     the same contract without torch, for tests and simulation
     batch    plan -> tensors, once per step           kernels  the arithmetic, behind one Protocol
     model    the decoder                              sampler  logits -> tokens
-    kv       the paged cache
+    kv       the paged cache                          drafting a second device that guesses for the first
 
 Files and number formats are the business of `quant.formats`.
 
@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from engine.api import WeightFacts
-from engine.plan import StepPlan, StepResult
+from engine.plan import DraftPlan, DraftResult, StepPlan, StepResult
 
 
 class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,4 +48,12 @@ class Device(Protocol):
 
     def reset(self) -> None:
         """Forget all KV."""
+        ...
+
+
+class Drafting(Protocol):
+    """A draft model: it guesses what another one will say."""
+
+    def draft(self, plan: DraftPlan) -> DraftResult:
+        """Read, then guess token by token; may raise whatever it likes."""
         ...

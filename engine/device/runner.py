@@ -46,11 +46,11 @@ class Runner:
         self._draw = draw
 
     @staticmethod
-    def load(options: EngineOptions, kernels: Kernels | None = None) -> "Runner":
+    def load(options: EngineOptions, kernels: Kernels | None = None, beside_bytes: int = 0) -> "Runner":
         """
         Load the model of `options` and warm up.  Sets torch's thread count.  Raises ModelError.
 
-        `kernels` asks for the decoder in torch with these.
+        `kernels` asks for the decoder in torch with these; `beside_bytes` are to be left free.
         """
         torch.set_num_threads(options.threads or threads())
         checkpoint = open_checkpoint(Path(options.model))
@@ -58,7 +58,7 @@ class Runner:
         form = choose_form(checkpoint, options)
         if kernels is not None:
             form = replace(form, native=None, why_torch="other kernels were asked for")
-        blocks_max = _blocks_max(form, options.kv_memory_bytes)
+        blocks_max = _blocks_max(form, options.kv_memory_bytes, beside_bytes)
         try:
             with torch.inference_mode():
                 model, form = _load_model(form, options, kernels, context_max=context_max, blocks_max=blocks_max)
@@ -181,18 +181,27 @@ def _context_max(architecture: Architecture, wanted: int) -> int:
     return wanted or architecture.context_max
 
 
-def _blocks_max(form: Form, kv_memory_bytes: int) -> int:
-    """Blocks that the KV memory holds, after a look at whether the machine has it beside the weights."""
+def needed_bytes(form: Form, blocks_max: int) -> int:
+    """Memory of weights and KV."""
     a = form.checkpoint.architecture
-    needed = block_bytes(a, form.dtype, form.kv_dtype)
-    blocks_max = kv_memory_bytes // needed
-    if blocks_max < 1:
-        raise ModelError(f"one KV block of this model takes {needed} bytes: choose a larger --kv-memory")
     attention = a.hidden * (2 * a.query_size + 2 * a.kv_size)
     linear = a.layers * (attention + 3 * a.hidden * a.intermediate)
-    weights = linear * weight_bytes(form.scheme, form.dtype)
-    weights += 2 * a.vocab_size * a.hidden * form.dtype.itemsize
-    total, available = weights + blocks_max * needed, memory_bytes()
+    weights = linear * weight_bytes(form.scheme, form.dtype) + 2 * a.vocab_size * a.hidden * form.dtype.itemsize
+    return int(weights) + blocks_max * block_bytes(a, form.dtype, form.kv_dtype)
+
+
+def blocks_within(form: Form, kv_memory_bytes: int) -> int:
+    """Blocks that the KV memory holds.  Raises ModelError if that is none."""
+    needed = block_bytes(form.checkpoint.architecture, form.dtype, form.kv_dtype)
+    if kv_memory_bytes < needed:
+        raise ModelError(f"one KV block of this model takes {needed} bytes: choose a larger --kv-memory")
+    return kv_memory_bytes // needed
+
+
+def _blocks_max(form: Form, kv_memory_bytes: int, beside_bytes: int) -> int:
+    """Blocks that the KV memory holds, after a look at whether the machine has it beside the weights."""
+    blocks_max = blocks_within(form, kv_memory_bytes)
+    total, available = needed_bytes(form, blocks_max) + beside_bytes, memory_bytes()
     if available is not None and total > available:
         raise MemoryShort(
             f"weights and KV cache take {total / 2**30:.1f} GiB and only {available / 2**30:.1f} GiB are free:"
