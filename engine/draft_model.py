@@ -176,6 +176,8 @@ class ModelSpeculator:
         assert self._wishes is not None
         drafts = self._wishes.get(sequence.number, ())
         reading = self._readings.get(sequence.number)
+        if reading is not None:  # The last token is read again where the step before did not go on from there.
+            reading.read = min(reading.read, len(sequence.tokens) - 1)
         room = self._config.draft_context_max - len(sequence.tokens) + 1
         left = sequence.request.tokens_max - sequence.output_length - 1
         count_max = min(room, left, self._config.drafts_max)

@@ -35,7 +35,10 @@ OWN_FADE = 0.96
 CHANCE_MAX = 0.98
 INCOME_SHARE = 0.01  # of each step's time: what trials may cost in the long run
 BALANCE_STEPS_MAX = 16  # steps that the account may hold, or owe
-START_STEPS = 8  # that it holds at first
+START_STEPS = 6  # that it holds at first
+CONTROL_STEPS = 24  # with guesses, after which there is one without: what would it take today?
+ROW_MIN = 0.01  # of a step's cost that a row more has at least, whatever was measured
+LOOK_STEPS = 4  # between two looks, where nothing would have paid
 TRIAL_STEPS = 48  # between two trials
 TRIAL_COUNT = 4  # guesses of one
 
@@ -95,10 +98,11 @@ class PayingPolicy:
         self.balance_ns = 0.0
         self._steps = steps  # of the model that is served
         self._right, self._tried = FIRST_CHANCE * FIRST_WEIGHT, FIRST_WEIGHT
-        self._step = self._tried_at = 0
+        self._step = self._tried_at = self._look_at = 0
         self._unit_ns = 0.0  # a step without guesses, of late
         self._slower = 1.0  # such steps than what was expected of them
         self._streams = 1
+        self._guessed_steps = 0  # since there was one without guesses
 
     def chance(self, right: float, tried: float) -> float:
         """What is known of all counts for OWN_WEIGHT of its own."""
@@ -129,8 +133,9 @@ class PayingPolicy:
             self._unit_ns = expected_ns
             self.balance_ns = START_STEPS * expected_ns
         ratio = min(SLOW_MAX, spent_ns / expected_ns)
+        self._guessed_steps = self._guessed_steps + 1 if guessed else 0
         if guessed:
-            plain_ns = self._steps.expected_ns(plain, keys * plain / rows)
+            plain_ns = min(expected_ns, self._steps.expected_ns(plain, keys * plain / rows))
             self._pay(accepted * plain_ns / self._streams - (expected_ns * ratio / self._slower - plain_ns))
         else:
             self._slower += 0.05 * (ratio - self._slower)
@@ -144,14 +149,19 @@ class PayingPolicy:
         if not candidates or step.budget < 1 or self._steps.seen(step.streams) < KNOWN:
             return {}
         unit_ns = self._step_ns(step, step.streams)
+        if self._guessed_steps >= CONTROL_STEPS:
+            self._guessed_steps = 0
+            return {}
         offers: dict[int, int] = {}
-        if self.balance_ns > -BALANCE_STEPS_MAX * unit_ns:
+        if self.balance_ns > -BALANCE_STEPS_MAX * unit_ns and self._step >= self._look_at:
             gain, best = self._best([one for one in candidates if one.unread <= READY_ROWS], step)
             if gain >= GAIN_MIN:
                 offers = best
             reading = self._to_read(candidates, step, unit_ns)
             if reading is not None:
                 offers = offers | {reading.number: 0}
+            if not offers:
+                self._look_at = self._step + LOOK_STEPS
         return offers or self._trial(candidates, step)
 
     def _pay(self, amount_ns: float) -> None:
@@ -177,6 +187,8 @@ class PayingPolicy:
             most = min(step.budget, ROWS_MORE_MAX) // size
             for count in range(1, min(most, max(one.count_max for one in chosen)) + 1):
                 gain = self._rate(chosen, count, step) / plain - 1
+                if gain < best - GAIN_MIN or (count > 2 and best == 0):
+                    break  # what falls goes on to fall, but for a stair or two
                 if gain > best:
                     best, offers = gain, {one.number: min(count, one.count_max) for one in chosen}
             size = size * 2 if size == len(ordered) else min(size * 2, len(ordered))
@@ -191,18 +203,21 @@ class PayingPolicy:
             rows += own - one.hope_rows
         unread = sum(min(one.unread, READY_ROWS) for one in chosen)
         draft_ns = self._pass_ns(unread, keys * unread / len(chosen)) + (count - 1) * self._pass_ns(len(chosen), keys)
-        return tokens / (self._step_ns(step, rows) + draft_ns)
+        more = max(1, rows - step.rows)
+        step_ns = max(self._step_ns(step, rows), self._step_ns(step, step.rows) * (1 + ROW_MIN * more))
+        return tokens / (step_ns + draft_ns)
 
     def _to_read(self, candidates: Many[Candidate], step: Step, unit_ns: float) -> Candidate | None:
         """Somebody whose reading would have paid by now."""
-        for one in candidates:
-            if one.unread > READY_ROWS:
-                gain, offers = self._best([one], step)
-                if gain >= GAIN_MIN and offers:
-                    saved_ns = gain * unit_ns * one.said / (1 + one.chance * offers[one.number])
-                    if saved_ns >= self._pass_ns(one.unread, one.unread * one.length / 2000):
-                        return one
-        return None
+        unread = [one for one in candidates if one.unread > READY_ROWS]
+        if not unread:
+            return None
+        one = max(unread, key=lambda one: (one.said, -one.number))
+        gain, offers = self._best([one], step)
+        if gain < GAIN_MIN:
+            return None
+        saved_ns = gain * unit_ns * one.said / (1 + one.chance * offers[one.number])
+        return one if saved_ns >= self._pass_ns(one.unread, one.unread * one.length / 2000) else None
 
     def _trial(self, candidates: Many[Candidate], step: Step) -> dict[int, int]:
         """Find out, if the account has enough for it to be all in vain."""

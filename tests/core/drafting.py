@@ -43,7 +43,7 @@ def speculator_of(*, blocks_max: int = 4096, drafts_max: int = 15) -> ModelSpecu
     )
 
 
-def play(  # noqa: PLR0913 a machine has many sides
+def play(
     texts: list[Text],
     *,
     streams: int,
@@ -67,7 +67,9 @@ def play(  # noqa: PLR0913 a machine has many sides
         plan = speculator.asks(sequences, 512 - len(running))
         if plan.slices:
             truths = {sequence.number: output[sequence.output_length :] for sequence, output in running}
-            result, true_ns = _guess(plan, truths, chance, lambda rows, keys: int(share * cost(rows, keys)), noisy, dice)
+            result, true_ns = _guess(
+                plan, truths, chance, lambda rows, keys: int(share * cost(rows, keys)), noisy, dice
+            )
             speculator.told(plan, result)
             paper.draft_ns += true_ns
             paper.spent_ns += true_ns

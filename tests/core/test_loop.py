@@ -5,15 +5,22 @@ The loop with a made-up clock: parts sum to steps, steps touch, and a device tha
 import itertools
 from collections.abc import Iterator
 
+import pytest
+from structlog.testing import capture_logs
+
 from engine.api import Delta, GenerateRequest, Message, Sampling, StepFrame
 from engine.config import SchedulerConfig
+from engine.device import Drafting
+from engine.device.drafting import DraftModel
 from engine.device.fake import FakeRunner
+from engine.draft_model import ModelSpeculator
 from engine.loop import Loop
 from engine.plan import Slice, StepPlan
 from engine.scheduler import Scheduler
 from engine.speculate import Speculation
 from telemetry.books import request_mismatches, step_mismatches
 from telemetry.records import StepRecord
+from tests.core.test_draft_model import Always
 from tests.sim.guesses import Guesser
 
 
@@ -54,13 +61,14 @@ def play(
     device: FakeRunner | None = None,
     steps: int = 40,
     speculation: Speculation | None = None,
+    drafter: Drafting | None = None,
 ) -> Script:
     """Run a loop over the script and stop it."""
     clock = Clock()
     link = Script(clock, iter(polls))
     config = SchedulerConfig(blocks_max=32, block_slots=4, context_max=64, vocab_size=100)
     scheduler = Scheduler(config, speculation=speculation)
-    loop = Loop(scheduler, device or fake(), link, clock=clock)
+    loop = Loop(scheduler, device or fake(), link, drafter=drafter, clock=clock)
     for _ in range(steps):
         loop.step()
     loop.stop()
@@ -153,3 +161,42 @@ def test_drafts_are_in_the_records_and_their_books_close() -> None:
     ended = [record for step in steps for record in step.finished]
     assert [list(request_mismatches(record)) for record in ended] == [[], []]
     assert sum(record.drafted_tokens for record in ended) == sum(step.drafted_tokens for step in steps)
+
+
+DRAFTING = SchedulerConfig(
+    blocks_max=32, block_slots=4, context_max=64, drafts_max=5, draft_blocks_max=32, draft_context_max=64
+)
+
+
+def test_guesses_of_a_draft_model_have_a_part_of_their_own() -> None:
+    polls: list[list[Message]] = [[request("a", tokens_max=30), request("b", tokens_max=30)]]
+    link = play(polls, speculation=ModelSpeculator(DRAFTING, Always(3)), drafter=DraftModel(fake()))
+    plain = play([[request("a", tokens_max=30), request("b", tokens_max=30)]])
+    assert [tokens(link, name) for name in ("a", "b")] == [tokens(plain, name) for name in ("a", "b")]
+    steps = records(link)
+    assert sum(step.draft_accepted_tokens for step in steps) > 10
+    for step in steps:
+        assert step.imbalance() == 0 and list(step_mismatches(step)) == []
+        assert (step.parts["draft"] > 0) == (step.drafted_tokens > 0)
+    assert all(step.parts["draft"] == 0 for step in records(plain))
+
+
+@pytest.mark.parametrize("trouble", ["raises", "no numbers"])
+def test_a_draft_model_in_trouble_is_one_line_in_the_log(trouble: str) -> None:
+    small = fake()
+
+    def fault(_plan: StepPlan, _piece: Slice) -> str:
+        if trouble == "raises":
+            raise RuntimeError("foreign library")
+        return "NaN"
+
+    small.fault_of = fault
+    polls: list[list[Message]] = [[request("a", tokens_max=30)], [], [], [request("b", tokens_max=30)]]
+    with capture_logs() as logged:
+        link = play(polls, speculation=ModelSpeculator(DRAFTING, Always(3)), drafter=DraftModel(small), steps=80)
+    assert [entry["event"] for entry in logged] == [
+        "draft_model_failed" if trouble == "raises" else "draft_model_not_a_number"
+    ]
+    ends = [delta.finish.reason for frame in link.frames for delta in frame.deltas if delta.finish]
+    assert ends == ["length", "length"]
+    assert sum(step.drafted_tokens for step in records(link)) == 0

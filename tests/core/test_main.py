@@ -24,3 +24,10 @@ def test_the_core_is_bounded_by_what_the_device_has() -> None:
 def test_each_start_is_a_new_epoch() -> None:
     device = FakeRunner()
     assert hello(OPTIONS, device).epoch != hello(OPTIONS, device).epoch
+
+
+def test_the_draft_model_s_pool_and_context_bound_the_core() -> None:
+    draft = FakeRunner(blocks_max=7, context_max=33).facts
+    config = scheduler_config(OPTIONS, FakeRunner(), draft)
+    assert (config.draft_blocks_max, config.draft_context_max) == (7, 33)
+    assert scheduler_config(OPTIONS, FakeRunner()).draft_blocks_max == 0

@@ -34,7 +34,14 @@ def told(options: ServeOptions, model: Model) -> tuple[EngineOptions, GatewayOpt
     return engine, serve.gateway_options(options, model, 8001, (engine.listen,))
 
 
-LAUNCHER_ONLY = {"insecure_open", "data_dir", "kv_memory", "model", "port"}  # used up before anything is started
+LAUNCHER_ONLY = {
+    "insecure_open",
+    "data_dir",
+    "kv_memory",
+    "model",
+    "draft_model",
+    "port",
+}  # used up before anything is started
 GIVEN = {
     "model_name": "n",
     "host": "::1",
@@ -69,6 +76,24 @@ def test_both_processes_know_the_same_model(model: Model) -> None:
     assert (engine.model, engine.model_name) == (gateway.model, gateway.model_name) == (str(model.path), "tiny")
     assert gateway.engines == (engine.listen,)
     assert engine.listen == "unix:/run/engine-0.sock"
+
+
+def test_the_draft_model_reaches_the_engine_and_is_counted(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = read_options({"kv_memory": "64MiB"}, {})
+    engine = serve.engine_options(options, model, Path("/run"), Path("/data/packed"), 64 * MIB, model)
+    assert engine.draft_model == str(model.path)
+    assert serve.engine_options(options, model, Path("/run"), Path("/data/packed"), 64 * MIB).draft_model == ""
+    monkeypatch.setattr(serve, "available_bytes", lambda: 64 * MIB + model.size_bytes)
+    serve.check_memory(options, model)
+    with pytest.raises(UserError, match="at least 8 KiB for the weights"):
+        serve.check_memory(options, model, model)
+
+
+def test_a_draft_model_that_may_not_guess_is_refused() -> None:
+    with pytest.raises(UserError, match="--speculative off forbids it"):
+        serve.check_draft_model(read_options({"draft_model": "m", "speculative": "off"}, {}))
+    serve.check_draft_model(read_options({"draft_model": "m"}, {}))
+    serve.check_draft_model(read_options({"speculative": "off"}, {}))
 
 
 def test_options_travel_as_json_on_the_command_line(model: Model) -> None:

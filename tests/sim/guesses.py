@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence as Many
 
 from engine.device.fake import next_token
+from engine.draft_policy import READ_ROWS_MAX, Candidate, Step
 from engine.plan import SampleSpec
 from engine.sequence import Sequence, uniform
 
@@ -64,3 +65,40 @@ class Guesser:
                 token = next_token(known, spec, vocab_size=self._vocab_size)
             known.append(token)
         return tuple(known[len(sequence.tokens) :])
+
+
+class Generous:
+    """Implements `engine.draft_policy.Policy`: asks for anything, whatever it costs.  Same seed, same questions."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.right = self.tried = 0
+
+    def offers(self, candidates: Many[Candidate], step: Step) -> dict[int, int]:
+        """Some tokens for some, also more than the step has room for."""
+        del step
+        offers: dict[int, int] = {}
+        for one in candidates:
+            assert 0 < one.unread <= one.length and one.count_max > 0
+            if self._random.random() < 0.8:
+                read = one.unread <= READ_ROWS_MAX and self._random.random() < 0.9
+                offers[one.number] = self._random.randrange(1, one.count_max + 1) if read else 0
+        return offers
+
+    def chance(self, right: float, tried: float) -> float:
+        """It does not matter."""
+        assert 0 <= right <= tried
+        return 0.5
+
+    def learned(self, *, right: bool) -> None:
+        """Counted."""
+        self.right += right
+        self.tried += 1
+
+    def passed(self, rows: int, keys: float, spent_ns: int) -> None:
+        """Plausible, at least."""
+        assert rows > 0 and keys > 0 and spent_ns >= 0
+
+    def stepped(self, rows: int, keys: float, spent_ns: int, *, guessed: int, accepted: int) -> None:
+        """Likewise."""
+        assert accepted >= 0 and 0 <= guessed < rows and keys > 0 and spent_ns > 0

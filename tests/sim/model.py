@@ -13,14 +13,17 @@ import msgspec
 from engine.api import Abort, Delta, Finish, GenerateRequest, Sampling
 from engine.blocks import BlockPool
 from engine.config import SchedulerConfig
+from engine.device.drafting import DraftModel
 from engine.device.fake import FakeRunner, next_token
-from engine.journal import Applied, Committed, Entry, Planned
+from engine.draft_model import ModelSpeculator
+from engine.journal import Applied, Committed, Drafted, Entry, Planned, Wished
 from engine.outcome import Outcome
-from engine.plan import SampleSpec, Slice, StepPlan
+from engine.plan import DraftResult, SampleSpec, Slice, StepPlan
 from engine.scheduler import Scheduler
 from engine.sequence import uniform
+from engine.speculate import Speculation
 from telemetry.records import RequestRecord
-from tests.sim.guesses import Guesser
+from tests.sim.guesses import Generous, Guesser
 
 STEPS_MAX = 20_000
 STEP_NS_MAX = 5_000_000
@@ -64,6 +67,7 @@ class Simulation:
         requests: int | None = None,
         pressure: bool = False,
         drafts: bool = False,
+        model: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.seed = seed
@@ -97,6 +101,7 @@ class Simulation:
                 blocks_max=self.config.blocks_max, block_slots=self.config.block_slots, fails_at=fails_at
             )
         self.drafts_max = random.Random(seed).choice((1, 3, 15)) if drafts else 0
+        self.drafter = self._draft_model(random.Random(seed)) if model else None
         self.scheduler = Scheduler(self.config, pool, self.guesser())
         self.device = FakeRunner(
             vocab_size=50,
@@ -131,12 +136,16 @@ class Simulation:
         self._reckon()
         return self
 
-    def guesser(self) -> Guesser | None:
+    def guesser(self) -> Speculation | None:
         """A fresh one, that guesses as the one of this world did."""
+        if self.drafter is not None:
+            return ModelSpeculator(self.config, Generous(self.seed))
         return Guesser(self.seed, drafts_max=self.drafts_max, vocab_size=50) if self.drafts_max else None
 
     def _step(self) -> None:
         before_ns = self.now_ns
+        if self.drafter is not None:
+            self._draft(self.drafter)
         plan = self.scheduler.plan(self.now_ns)
         held = sum(len(sequence.blocks) for sequence in self.scheduler.running)
         self.journal.append(Planned(plan, self.now_ns))
@@ -153,6 +162,34 @@ class Simulation:
         self.scheduler.check()
         self._take(outcome)
         self._count_rows(plan, outcome, aborts=aborts)
+
+    def _draft_model(self, pick: random.Random) -> DraftModel:
+        """The same hashes in a small pool of its own; sometimes there are no numbers."""
+        self.config = msgspec.structs.replace(
+            self.config,
+            drafts_max=pick.choice((1, 3, 15)),
+            draft_blocks_max=pick.choice((1, 3, 12, 64)),
+            draft_context_max=pick.choice((20, self.config.context_max)),
+        )
+        device = FakeRunner(
+            vocab_size=50,
+            context_max=self.config.draft_context_max,
+            blocks_max=self.config.draft_blocks_max,
+            block_slots=self.config.block_slots,
+            fault_of=lambda _plan, piece: "no numbers" if piece.sample and pick.random() < 0.01 else "",
+        )
+        return DraftModel(device, clock=lambda: 0)
+
+    def _draft(self, drafter: DraftModel) -> None:
+        """As the engine's loop does."""
+        plan = self.scheduler.wishes()
+        self.journal.append(Wished(plan))
+        self.scheduler.check()
+        if plan.slices:
+            result = DraftResult(failed=True) if self.random.random() < 0.002 else drafter.draft(plan)
+            self.journal.append(Drafted(result))
+            self.scheduler.drafted(plan, result)
+            self.scheduler.check()
 
     def _abort_in_flight(self, held: int, before_ns: int) -> int:
         """Somebody gives up while the step runs: what is given back may not be handed out before the commit."""

@@ -9,6 +9,7 @@ from tests.sim.model import FailingPool, Simulation, explain
 
 WORLDS = 1500
 WORLDS_WITH_DRAFTS = 400
+WORLDS_WITH_A_DRAFT_MODEL = 150
 
 
 @pytest.mark.parametrize("first", range(0, WORLDS, 100))
@@ -30,6 +31,21 @@ def test_drafts_change_no_token_and_no_book(first: int, pressure: bool) -> None:
         emitted, decode = emitted + world.totals["emitted"], decode + world.totals["decode"]
     assert accepted > 200 and rejected > 200
     assert decode < emitted
+
+
+@pytest.mark.parametrize("pressure", [False, True])
+def test_a_draft_model_changes_no_token_and_no_book(pressure: bool) -> None:
+    """It runs out of KV, out of numbers, and fails for good; its journals replay."""
+    accepted = rejected = preemptions = 0
+    for seed in range(WORLDS_WITH_A_DRAFT_MODEL):
+        world = Simulation(seed, model=True, pressure=pressure)
+        explain(seed, world.run, model=True, pressure=pressure)
+        accepted += world.totals["accepted"]
+        rejected += world.totals["drafted"] - world.totals["accepted"]
+        preemptions += sum(client.record.preemptions for client in world.clients if client.record)
+        if seed % 4 == 0:
+            assert replay(world.config, world.journal, world.guesser()) is None
+    assert accepted > 100 and rejected > 200 and preemptions > (500 if pressure else 20)
 
 
 @pytest.mark.parametrize("seed", range(20))
