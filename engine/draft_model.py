@@ -72,13 +72,14 @@ class ModelSpeculator:
 
         Args:
             running: all who hold KV.
-            budget: rows that the step may have more; 0 where not everybody decodes.
+            budget: rows that the step may have more; none are used where somebody's prompt is still computed.
         """
         self._begin()
         present = {sequence.number for sequence in running}
         for number in [number for number in self._readings if number not in present]:
             self._forget(number)
-        if self._failed or budget < 1:
+        decoding = all(sequence.debt == 1 and sequence.output_length for sequence in running)
+        if self._failed or budget < 1 or not running or not decoding:
             return NOTHING
         self._wishes = self._text.wish(running, budget)
         step = self._without(running, budget)

@@ -76,8 +76,7 @@ class Scheduler:
         """What a draft model is to do before the next plan.  Nothing while prompts are computed or somebody waits."""
         if self._draft_model is None:
             return NOTHING
-        busy = self.waiting or any(one.debt > 1 or not one.output_length for one in self.running)
-        scarce = busy or self.pool.available < len(self.running)
+        scarce = bool(self.waiting) or self.pool.available < len(self.running)
         return self._draft_model.asks(self.running, 0 if scarce else self.config.tokens_step_max - len(self.running))
 
     def drafted(self, plan: DraftPlan, result: DraftResult) -> None:
@@ -96,8 +95,7 @@ class Scheduler:
         self._step_id += 1
         self._in_flight = {sequence.number: sequence for sequence in self.running if sequence.number in counts}
         drafts = self._draft(counts, now_ns) if self._speculation is not None else {}
-        going = self._in_flight.items()
-        slices = tuple(sequence.slice(counts[number], drafts.get(number, ())) for number, sequence in going)
+        slices = tuple(one.slice(counts[number], drafts.get(number, ())) for number, one in self._in_flight.items())
         return StepPlan(step_id=self._step_id, slices=slices)
 
     def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> Outcome:

@@ -243,11 +243,11 @@ USELESS = [(0.3, 0.2), (0.05, 0.1), (0.8, 1.0)]  # chance of a guess, cost of a 
 
 
 @pytest.mark.parametrize("noise", [still, usual, wild])
-@pytest.mark.parametrize("streams", [1, 4, 8])
+@pytest.mark.parametrize("streams", [1, 4])
 def test_it_never_loses(streams: int, noise: Callable[[int], Noise]) -> None:
     """Too bad a model or too dear a one, at any load.  What it costs to find out is a share of the time."""
     for chance, share in USELESS:
-        texts = deceiving(streams, count=max(8, 3 * streams), run=2)
+        texts = deceiving(streams, count=16, run=2)
         found = play(texts, streams=streams, chance=chance, share=share, noise=noise(streams))
         assert found.speedup >= 1 - (LOSS_WILD_MAX if noise is wild else LOSS_MAX), (chance, share)
 

@@ -27,6 +27,7 @@ from tests.sim.guesses import Generous, Guesser
 
 STEPS_MAX = 20_000
 STEP_NS_MAX = 5_000_000
+TOTALS = ("prefill", "recompute", "cached", "emitted", "block_ns", "drafted", "accepted", "decode")
 
 
 class FailingPool(BlockPool):
@@ -114,8 +115,7 @@ class Simulation:
         self.rush_ns = pick.choice((1, 10_000_000, 100_000_000))  # everybody comes within it
         self.journal: list[Entry] = []
         self.faulty: set[int] = set()  # sequence numbers
-        self.totals = {"prefill": 0, "recompute": 0, "cached": 0, "emitted": 0, "block_ns": 0}
-        self.totals |= {"drafted": 0, "accepted": 0, "decode": 0}
+        self.totals = dict.fromkeys(TOTALS, 0)
         self.clients = [self._client(index) for index in range(requests or pick.choice((1, 5, 20, 60)))]
         self.arrivals = sorted(self.clients, key=lambda client: (client.born_ns, client.request.request_id))
         self.by_id = {client.request.request_id: client for client in self.clients}

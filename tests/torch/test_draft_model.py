@@ -10,13 +10,15 @@ import pytest
 
 from engine.api import Delta, GenerateRequest, Sampling
 from engine.config import EngineOptions, SchedulerConfig
-from engine.device import pair, runner
+from engine.device import runner
 from engine.device.drafting import DraftModel
 from engine.device.errors import MemoryShort, ModelError
+from engine.device.form import choose_form
 from engine.device.pair import load_pair
-from engine.device.runner import Runner
+from engine.device.runner import Runner, needed_bytes
 from engine.draft_model import ModelSpeculator
 from engine.scheduler import Scheduler
+from quant.formats.checkpoint import open_checkpoint
 from tests.core.test_draft_model import Always
 from tests.torch.test_speculation import _requests
 from tests.torch.tiny import write_model
@@ -98,8 +100,8 @@ def test_nobody_hears_a_difference(tiny_model: Path, draft_model: Path, same: bo
     heard, preemptions = hear(device, drafter, requests, policy, blocks_max)
     assert heard == plain
     assert (preemptions > 0) == (blocks_max > 0)
-    assert policy.passes > 10 and policy.wrong > (5 if blocks_max else 50)
-    assert policy.right > (10 if blocks_max else 50) or not same
+    assert policy.passes > 10 and policy.wrong > (2 if blocks_max else 50)
+    assert policy.right > (5 if blocks_max else 50) or not same
 
 
 def test_poison_in_the_draft_model_is_nobody_s_fault(tiny_model: Path, tmp_path: Path) -> None:
@@ -157,12 +159,16 @@ def test_both_models_are_counted_before_either_is_loaded(
     tiny_model: Path, draft_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = options(tiny_model, draft_model)
-    needed: list[int] = []
-    sizes = pair.needed_bytes
-    monkeypatch.setattr(pair, "needed_bytes", lambda *of: needed.append(sizes(*of)) or needed[-1])
-    device, _ = load_pair(asked)
-    own = runner.needed_bytes(runner.choose_form(runner.open_checkpoint(tiny_model), asked), device.facts.blocks_max)
-    monkeypatch.setattr(runner, "memory_bytes", lambda: own + needed[0] - 1)
+    device, drafter = load_pair(asked)
+    assert drafter is not None
+    needed = [
+        needed_bytes(choose_form(open_checkpoint(model), asked), facts.blocks_max)
+        for model, facts in ((tiny_model, device.facts), (draft_model, drafter.facts))
+    ]
     monkeypatch.setattr(runner, "_load_model", None)  # nobody comes so far
+    monkeypatch.setattr(runner, "memory_bytes", lambda: sum(needed) - 1)
     with pytest.raises(MemoryShort, match="GiB are free"):
+        load_pair(asked)
+    monkeypatch.setattr(runner, "memory_bytes", lambda: sum(needed))
+    with pytest.raises(TypeError):
         load_pair(asked)
