@@ -64,6 +64,8 @@ def play(
             number, text = waiting.pop(0)
             running.append((_begun(number, text), text[1]))
         sequences = [sequence for sequence, _ in running]
+        for sequence in sequences:
+            sequence.computed = len(sequence.tokens) - 1
         plan = speculator.asks(sequences, 512 - len(running))
         if plan.slices:
             truths = {sequence.number: output[sequence.output_length :] for sequence, output in running}
