@@ -24,7 +24,7 @@ GRANULARITIES: tuple[Granularity, ...] = ("tensor", "channel", "group")
 BITS: dict[Method, tuple[int, ...]] = {"int8": (8,), "fp8": (8,), "gptq": (4, 8), "nf4": (4,), "llm-int8": (8,)}
 """What each scheme can have; the first is its default."""
 ROTATIONS: tuple[Rotation, ...] = ("full", "offline", "none")
-ROTATION_DEFAULT: Rotation = "none"  # the smallest file that everybody reads; `serve` by itself rotates in full
+ROTATION_DEFAULT: Rotation = "full"  # as `serve` by itself does
 SOLVED: tuple[Method, ...] = ("gptq", "fp8")
 """Whose weights are fitted to the calibration text, layer by layer, and not only rounded."""
 GROUP_SIZES = (32, 64, 128, -1)
@@ -147,7 +147,7 @@ SETTINGS = (
         name="rotate",
         metavar="KIND",
         help="int8: full costs the least quality, and only Pellucid reads it; offline; or none."
-        f" Unset: {ROTATION_DEFAULT}.",
+        f" Unset: {ROTATION_DEFAULT}, but none with --smooth.",
         parse=one_of(*ROTATIONS),
         schemes=("int8",),
         reason="it gains nothing where activations are not rounded in even steps",
@@ -290,10 +290,13 @@ def _calibration_tokens(method: Method, value: Value) -> int:
 
 
 def _rotation(method: Method, values: Mapping[str, Value]) -> Rotation:
-    wanted: Rotation = next((kind for kind in ROTATIONS if kind == values["rotate"]), ROTATION_DEFAULT)
+    if method not in BY_NAME["rotate"].schemes:
+        return "none"
+    unset: Rotation = ROTATION_DEFAULT if values["smooth"] is None else "none"
+    wanted = next((kind for kind in ROTATIONS if kind == values["rotate"]), unset)
     if wanted == "full" and values["smooth"]:
         raise UserError("--smooth does not go with --rotate full: what it would move is spread evenly already")
-    return wanted if method in BY_NAME["rotate"].schemes else "none"
+    return wanted
 
 
 def _number(value: Value) -> float:

@@ -182,7 +182,7 @@ def _rotation(report: Report) -> list[tuple[str, str]]:
     before = sum(linear.source_input_peak for linear in report.linears) / count
     after = sum(linear.input_peak for linear in report.linears) / count
     peaks = f"a token's largest input is {before:.1f} -> {after:.1f} times the typical one, mean over layers"
-    readers = "; only Pellucid reads it" if report.scheme.mix else ""
+    readers = "; only Pellucid reads it, and others what --rotate offline or none makes" if report.scheme.mix else ""
     return [("rotation", f"{kind}: {peaks}{readers}")]
 
 

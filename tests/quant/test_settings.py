@@ -111,10 +111,12 @@ def test_defaults() -> None:
     assert found.out == Path("x").absolute() and not (found.json or found.dry_run)
 
 
-def test_only_int8_is_rotated_and_only_if_asked() -> None:
-    """The default is what everybody reads."""
-    assert {method: settings(scheme=method).rotate for method in SCHEMES} == dict.fromkeys(SCHEMES, "none")
+def test_only_int8_is_rotated() -> None:
+    """In full unless something else is asked for; smoothing is something else."""
+    unset = {method: settings(scheme=method).rotate for method in SCHEMES}
+    assert unset == dict.fromkeys(SCHEMES, "none") | {"int8": "full"}
     assert [settings(scheme="int8", rotate=kind).rotate for kind in ROTATIONS] == ["full", "offline", "none"]
+    assert [settings(scheme="int8", smooth=value).rotate for value in ("0", "0.5")] == ["none", "none"]
     assert settings(scheme="int8", rotate="full", smooth="0").smooth == 0
 
 
