@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.device.batch import BatchBuilder, Group
+from engine.device.batch import Batch, BatchBuilder, Group
 from engine.device.kernels import Kernels, Product
 from engine.device.kernels.reference import ReferenceKernels
 from engine.device.kv import BLOCK_SLOTS, KvCache, KvLayer, RoundedLayer
@@ -19,7 +19,7 @@ from engine.device.native.pack import GROUPS
 from engine.device.torch_model import TorchModel
 from engine.device.weights import Weights
 from quant.formats.architecture import Architecture
-from quant.formats.mixing import mix
+from quant.formats.mixing import LANES, hadamard, mix
 from quant.formats.numbers import round_int8
 from quant.formats.rope import RopeTable
 from quant.formats.scheme import Activations
@@ -32,6 +32,14 @@ def rounded(x: Tensor, group: int = 0) -> Tensor:
     most = grouped.abs().amax(-1, keepdim=True)
     inverse = torch.where(most > 0, torch.tensor(127.0) / most, 0.0)
     return ((grouped * inverse).round() * (most / 127)).view(x.shape)
+
+
+def spread(heads: Tensor) -> Tensor:
+    """Queries or keys [..., head_dim], their channels mixed."""
+    vectors = heads.shape[-1] // LANES
+    lanes = heads.view(*heads.shape[:-1], vectors, LANES) @ hadamard(LANES).float()
+    points = vectors & -vectors
+    return mix(lanes.reshape(heads.shape), points if points > 1 else 0)
 
 
 class _RoundingProduct:
@@ -77,6 +85,13 @@ class _RoundingKernels(ReferenceKernels):
         if isinstance(weight, Tensor) and weight.shape[0] == self._int8_head:
             weight, activations = round_int8(weight.float(), "channel"), "int8"
         return _RoundingProduct(weight, bias, activations, mix)
+
+    def attend(self, qkv: Tensor, cache: KvLayer, batch: Batch, *, window: int, kv_heads: int) -> Tensor:
+        if self._kv_int8:
+            heads = qkv.reshape(len(qkv), -1, cache.head_dim).clone()
+            heads[:, :-kv_heads] = spread(heads[:, :-kv_heads])
+            qkv = heads.view(qkv.shape)
+        return super().attend(qkv, cache, batch, window=window, kv_heads=kv_heads)
 
     def _attend_one(self, query: Tensor, cache: KvLayer, group: Group, member: int, token: int, window: int) -> Tensor:
         if self._kv_int8:  # weights of 15 bits: as good as float32 here

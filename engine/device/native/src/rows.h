@@ -189,6 +189,15 @@ inline void mix(const float* from, float* to, int columns, int points) {
   }
 }
 
+// The same mix for all channels of a query or a key, in place: no score is another one, and no channel far larger than
+// the others when they are rounded to 8 bits (QuaRot, 4: the cache of keys).  Of 16 channels, and of all vectors of
+// them if their number is a power of two.
+inline void spread(float* head, int dim) {
+  const int vectors = dim / 16, points = vectors & -vectors;
+  for (int i = 0; i < dim; i += 16) store(head + i, mul(mix_lanes(load(head + i)), all(0.25f)));
+  if (points > 1) mix(head, head, dim, points);
+}
+
 // Rotary positions in the half-rotated form: pairs are (i, i + head_dim / 2).
 inline void rotate(float* head, const float* cosine, const float* sine, int half) {
   int i = 0;

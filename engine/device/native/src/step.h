@@ -294,7 +294,7 @@ class Worker {
     multiply_onto_x(l.down);
   }
 
-  // Norms and positions of queries and keys, and the new keys and values into the cache: by (row, key head).
+  // Norms, positions and mix of queries and keys, and the new keys and values into the cache: by (row, key head).
   void place(int index) {
     const int kv_heads = e.m.kv_heads;
     const int first = by_rows_ ? first_ * kv_heads : share(int64_t{rows_} * kv_heads, thread_);
@@ -305,6 +305,7 @@ class Worker {
   void place_head(int index, int row, int head) {
     const pl_layer& l = e.layers[index];
     const int dim = e.m.head_dim, half = dim / 2, position = p.positions[row];
+    const bool rounds = e.m.kv_form == PL_KV_INT8;
     const float *cosine = e.m.cosine + static_cast<int64_t>(position) * half,
                 *sine = e.m.sine + static_cast<int64_t>(position) * half;
     float* x = e.projected.get() + static_cast<int64_t>(row) * e.qkv;
@@ -313,15 +314,16 @@ class Worker {
       float* query = x + static_cast<int64_t>(head * e.heads_per_key + i) * dim;
       if (l.query_norm != nullptr) norm_head(query, l.query_norm, dim, e.m.epsilon);
       rotate(query, cosine, sine, half);
+      if (rounds) spread(query, dim);
     }
     if (l.key_norm != nullptr) norm_head(key, l.key_norm, dim, e.m.epsilon);
     rotate(key, cosine, sine, half);
+    if (rounds) spread(key, dim);
     const int block_id = p.table(row)[position / PL_BLOCK_SLOTS];
     uint8_t* block = e.block(index, block_id, head);
     const float* value = key + static_cast<int64_t>(e.m.kv_heads) * dim;
     const int slot = position % PL_BLOCK_SLOTS;
-    const bool sound = e.m.kv_form == PL_KV_INT8 ? keep<KvInt8>(block, slot, key, value, dim)
-                                                 : keep<KvBf16>(block, slot, key, value, dim);
+    const bool sound = rounds ? keep<KvInt8>(block, slot, key, value, dim) : keep<KvBf16>(block, slot, key, value, dim);
     if (!sound) is_broken(row);
   }
 

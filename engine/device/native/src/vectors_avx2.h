@@ -59,6 +59,17 @@ inline float max_of(Floats v) {
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
 }
 
+// A Hadamard transform over the lanes, without its factor.
+inline __m256 mix_lanes8(__m256 v) {
+  const __m256 halves = _mm256_permute2f128_ps(v, v, 1);
+  v = _mm256_blend_ps(_mm256_add_ps(v, halves), _mm256_sub_ps(halves, v), 0xf0);
+  const __m256 pairs = _mm256_permute_ps(v, 0x4e);
+  v = _mm256_blend_ps(_mm256_add_ps(v, pairs), _mm256_sub_ps(pairs, v), 0xcc);
+  const __m256 next = _mm256_permute_ps(v, 0xb1);
+  return _mm256_blend_ps(_mm256_add_ps(v, next), _mm256_sub_ps(next, v), 0xaa);
+}
+inline Floats mix_lanes(Floats v) { return {mix_lanes8(_mm256_add_ps(v.a, v.b)), mix_lanes8(_mm256_sub_ps(v.a, v.b))}; }
+
 inline __m256i bytes32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline Ints load_ints(const int32_t* p) { return {bytes32(p), bytes32(p + 8)}; }
 inline void store_ints(int32_t* p, Ints v) {

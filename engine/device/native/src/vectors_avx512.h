@@ -53,6 +53,16 @@ inline Ints larger(Ints magnitude, Floats x) {
 inline int32_t max_of_ints(Ints v) { return _mm512_reduce_max_epi32(v); }
 inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
 
+// A Hadamard transform over the lanes, without its factor.
+inline Floats mix_lanes(Floats v) {
+  v = _mm512_mask_sub_ps(_mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0x4e)), 0xff00, _mm512_shuffle_f32x4(v, v, 0x4e),
+                         v);
+  v = _mm512_mask_sub_ps(_mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1)), 0xf0f0, _mm512_shuffle_f32x4(v, v, 0xb1),
+                         v);
+  v = _mm512_mask_sub_ps(_mm512_add_ps(v, _mm512_permute_ps(v, 0x4e)), 0xcccc, _mm512_permute_ps(v, 0x4e), v);
+  return _mm512_mask_sub_ps(_mm512_add_ps(v, _mm512_permute_ps(v, 0xb1)), 0xaaaa, _mm512_permute_ps(v, 0xb1), v);
+}
+
 // Lanes first .. last of `v`, minus infinity elsewhere.
 inline Floats lanes_between(Floats v, int first, int last) {
   const Ints lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
