@@ -9,7 +9,7 @@ When a draft model pays: whom it guesses for, and how many tokens.
 Unlike a look into texts, a guess of a model costs time, so the controller of speculation could not find out for nothing
 whether its guesses are any good.  It keeps an account, in ns: what accepted drafts have saved, less what was spent on
 all.  A small share of the time of every step is paid in; trials, whose gain nobody knows, are paid from it, and so are
-losses, where what was expected is not what came.  In the red nothing is guessed.
+losses, where what was expected is not what came.  Too deep in the red, nothing is guessed.
 
 A sequence's text has to be read before anything can be guessed.  That is worth it if the guesses would have saved as
 much so far, had it been read at once: what has gone on for long will go on for long.
@@ -26,7 +26,7 @@ GAIN_MIN = 0.05  # of tokens per second, over drafts from texts alone
 ROWS_MORE_MAX = 64  # guessed tokens of one step
 READ_ROWS_MAX = 256  # of one step: the others wait meanwhile
 READY_ROWS = 16  # so many unread tokens need no justification
-FIRST_PASS = 0.5  # of a step's cost: what a pass is expected to take before there was one
+FIRST_PASS = 0.3  # of a step's cost: what a pass is expected to take before there was one
 FIRST_CHANCE = 0.6
 FIRST_WEIGHT = 8.0
 RATE_FADE = 0.995  # of what was learned of all sequences, per guess
@@ -34,8 +34,9 @@ OWN_WEIGHT = 6.0  # how many guesses for one sequence outweigh what is known of 
 OWN_FADE = 0.96
 CHANCE_MAX = 0.98
 INCOME_SHARE = 0.01  # of each step's time: what trials may cost in the long run
-BALANCE_STEPS_MAX = 16  # steps that the account may hold, or owe
-START_STEPS = 6  # that it holds at first
+BALANCE_STEPS_MAX = 64  # steps that the account may hold: enough to read a long prompt and see
+DEBT_STEPS_MAX = 16  # that it may owe before nothing is guessed; twice that is the most that is remembered
+START_STEPS = 10  # that it holds at first: a short prompt
 CONTROL_STEPS = 24  # with guesses, after which there is one without: what would it take today?
 ROW_MIN = 0.01  # of a step's cost that a row more has at least, whatever was measured
 LOOK_STEPS = 4  # between two looks, where nothing would have paid
@@ -98,7 +99,8 @@ class PayingPolicy:
         self.balance_ns = 0.0
         self._steps = steps  # of the model that is served
         self._right, self._tried = FIRST_CHANCE * FIRST_WEIGHT, FIRST_WEIGHT
-        self._step = self._tried_at = self._look_at = 0
+        self._step = self._look_at = 0
+        self._tried_at = -TRIAL_STEPS
         self._unit_ns = 0.0  # a step without guesses, of late
         self._slower = 1.0  # such steps than what was expected of them
         self._streams = 1
@@ -153,7 +155,7 @@ class PayingPolicy:
             self._guessed_steps = 0
             return {}
         offers: dict[int, int] = {}
-        if self.balance_ns > -BALANCE_STEPS_MAX * unit_ns and self._step >= self._look_at:
+        if self.balance_ns > -DEBT_STEPS_MAX * unit_ns and self._step >= self._look_at:
             gain, best = self._best([one for one in candidates if one.unread <= READY_ROWS], step)
             if gain >= GAIN_MIN:
                 offers = best
@@ -165,8 +167,8 @@ class PayingPolicy:
         return offers or self._trial(candidates, step)
 
     def _pay(self, amount_ns: float) -> None:
-        most = BALANCE_STEPS_MAX * self._unit_ns
-        self.balance_ns = max(-2 * most, min(most, self.balance_ns + amount_ns))
+        least, most = -2 * DEBT_STEPS_MAX * self._unit_ns, BALANCE_STEPS_MAX * self._unit_ns
+        self.balance_ns = max(least, min(most, self.balance_ns + amount_ns))
 
     def _step_ns(self, step: Step, rows: int) -> float:
         return self._steps.expected_ns(rows, step.keys * rows / step.streams)

@@ -287,13 +287,19 @@ def test_a_trial_waits_until_it_can_be_paid() -> None:
             costs.observe(rows, 0.1 * rows, 1_000_000)
     policy = PayingPolicy(costs)
     step = Step(streams=1, keys=0.1, rows=1, tokens=1.0, budget=100)
-    one = Candidate(number=7, length=100, unread=100, said=1, count_max=9, chance=0.1)
+    one = Candidate(number=7, length=250, unread=250, said=1, count_max=9, chance=0.1)
     offers = []
     for _ in range(1000):
         offers.append(policy.offers([one], step))
         policy.stepped(1, 0.1, 1_000_000, guessed=0, accepted=0)
         if offers[-1]:
-            policy.passed(100, 5.0, 12_000_000)  # as much as twelve steps
+            policy.passed(250, 5.0, 25_000_000)  # as much as 25 steps
     asked = [index for index, offer in enumerate(offers) if offer]
     assert len(asked) == 1 and asked[0] > 100
-    assert policy.balance_ns < 12_000_000
+    assert policy.balance_ns < 25_000_000
+
+
+def test_a_short_prompt_is_tried_at_once() -> None:
+    """Who names a draft model does not wait a thousand tokens for its first guess."""
+    found = play([([1, 2, 3], list(range(100, 160)))], streams=1, chance=1.0, share=0.2)
+    assert found.accepted > 10
