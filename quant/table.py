@@ -42,7 +42,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """What it was made of."""
 
     name: str
-    identity: str  # BLAKE2b-128 of the sizes of its files and of 64 evenly spaced samples of each
+    identity: str  # SHA-256 of the SHA-256 of each of its files
     size_bytes: int  # of its weight files
 
 

@@ -5,8 +5,11 @@ Tensors go by the names that transformers gives them, whatever the file.  They a
 the memory of the prepared model and of one tensor, not of two models.  Pickle (.bin, .pt) is never opened.
 """
 
+import functools
 import hashlib
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -26,8 +29,7 @@ from quant.formats.weights import Quantized
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 ORIGIN_DIGITS = 16
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_SAMPLES = 64  # of each file, for its identity
-_SAMPLE_BYTES = 64 * 1024
+_HASHED_AT_ONCE_MAX = 4  # files; a disk gives no more to more readers
 
 
 class TensorSource(Protocol):
@@ -50,20 +52,29 @@ class Checkpoint:
         architecture: Architecture,
         eos_ids: tuple[int, ...],
         source: TensorSource,
-        files: tuple[Path, ...],
+        identity: Callable[[], str],
         *,
         scheme: Scheme | None = None,
-        origin: str = "",
-        identity: str = "",
+        origin: Callable[[], str] | None = None,
     ) -> None:
         self.architecture = architecture
         self.scheme = scheme  # None: all weights are floats
         self.eos_ids = tuple(sorted({token for token in eos_ids if 0 <= token < architecture.vocab_size}))
-        self.identity = identity or _identity(files)
-        self.origin = origin or self.identity[:ORIGIN_DIGITS]  # of the float weights, where the files tell
+        self._identify = identity  # not now: it reads all the files, and who only looks at shapes does not want it
+        self._tell_origin = origin
         self._source = source
         self.names = source.names()
         self.tied = "lm_head.weight" not in self.names if architecture.tied is None else architecture.tied
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """A hash of all that is in its files, for what is kept beside them.  Raises ModelError."""
+        return self._identify()
+
+    @property
+    def origin(self) -> str:
+        """Which float weights it has or was made of, where the files tell.  Raises ModelError."""
+        return self.identity[:ORIGIN_DIGITS] if self._tell_origin is None else self._tell_origin()
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor of that name as a contiguous `dtype` tensor.  Raises ModelError if it is missing or misshapen."""
@@ -106,7 +117,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise ModelError(f"{path} does not exist: name a Hugging Face model directory or a .gguf file")
     if path.suffix.lower() == ".gguf":
         architecture, eos_ids, source = open_gguf(path)
-        return Checkpoint(architecture, eos_ids, source, (path,))
+        return Checkpoint(architecture, eos_ids, source, functools.partial(_identity, (path,)))
     if path.suffix.lower() == ".safetensors":
         raise ModelError(f"{path.name} is only the weights: name its directory, which has config.json beside them")
     raise ModelError(f"{path.name} is neither a Hugging Face directory nor a .gguf file: name one of these")
@@ -131,9 +142,10 @@ def _open_directory(directory: Path) -> Checkpoint:
         raise ModelError("config.json contradicts itself about mixed inputs: convert the model again, and edit nothing")
     ours = config.get("pellucid")  # what our converter notes of the weights that it was given
     origin = str(ours.get("origin", "")) if isinstance(ours, dict) else ""
-    identified = (directory / "config.json", *files)
+    identity = functools.partial(_identity, (directory / "config.json", *files))
     source = SafetensorsSource(files)
-    return Checkpoint(architecture, eos_ids, source, identified, scheme=scheme, origin=origin)
+    told = (lambda: origin) if origin else None
+    return Checkpoint(architecture, eos_ids, source, identity, scheme=scheme, origin=told)
 
 
 def _shards(directory: Path) -> tuple[Path, ...]:
@@ -200,16 +212,15 @@ class SafetensorsSource:
 
 
 def _identity(files: tuple[Path, ...]) -> str:
-    """A hash of file sizes and of evenly spaced samples: cheap, and two conversions of a model differ everywhere."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in files:
-        try:
-            size = path.stat().st_size
-            digest.update(size.to_bytes(8, "little"))
-            with path.open("rb") as file:
-                for sample in range(_SAMPLES):
-                    file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                    digest.update(file.read(_SAMPLE_BYTES))
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    return digest.hexdigest()
+    """A hash of every byte: packed weights are found by it, so two models must never share it by chance or by plan."""
+    with ThreadPoolExecutor(min(len(files), _HASHED_AT_ONCE_MAX)) as pool:  # hashing lets other threads run
+        digests = list(pool.map(_digest, files))
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _digest(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error

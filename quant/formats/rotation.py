@@ -41,14 +41,17 @@ def rotated(checkpoint: Checkpoint, *, seed: int = 0, online: bool) -> Checkpoin
     assert checkpoint.scheme is None, "what is quantized already cannot be rotated"
     a = checkpoint.architecture
     source = _RotatedSource(checkpoint, seed, mix_points(a.intermediate) if online else 0)
-    known = f"{checkpoint.identity}|rotated {_VERSION}|{seed}|{online}"
+
+    def identity() -> str:
+        known = f"{checkpoint.identity}|rotated {_VERSION}|{seed}|{online}"
+        return hashlib.sha256(known.encode()).hexdigest()
+
     return Checkpoint(
         msgspec.structs.replace(a, tied=False),
         checkpoint.eos_ids,
         source,
-        (),
-        origin=checkpoint.origin,
-        identity=hashlib.blake2b(known.encode(), digest_size=16).hexdigest(),
+        identity,
+        origin=lambda: checkpoint.origin,
     )
 
 

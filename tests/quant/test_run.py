@@ -11,6 +11,7 @@ from torch import Tensor
 
 from launch.errors import UserError
 from quant import table, texts
+from quant.formats import checkpoint
 from quant.formats.checkpoint import open_checkpoint
 from quant.formats.scheme import Scheme
 from quant.options import Rotation, matches
@@ -221,6 +222,12 @@ def test_a_dry_run_needs_no_out_and_fetches_nothing(source: Path, tmp_path: Path
     with pytest.raises(UserError, match="is not here, and --dry-run fetches nothing"):
         run(settings, {})
     assert leftovers(tmp_path) == []
+
+
+def test_a_dry_run_does_not_read_all_the_weights(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large model that takes long, and nothing is kept that would have to be found again."""
+    monkeypatch.setattr(checkpoint, "_identity", lambda _: pytest.fail("hashed"))
+    assert runner(Plainly(), dry_run=True) == 0
 
 
 def test_a_dry_run_finds_the_same_mistakes(runner: Runner) -> None:

@@ -22,10 +22,11 @@ from engine.device.native.model import NativeModel
 from engine.device.native.pack import PACKED_VERSION, Arrays, Packer
 from engine.device.native.packed_file import ALIGNED, FILES_MAX, BrokenFile, map_packed, packed_path, write_packed
 from engine.device.weights import Weights
+from quant.formats import checkpoint
 from quant.formats.checkpoint import open_checkpoint
 from quant.formats.rounding import AT_LOAD
 from tests.torch.kernels import in_chunks, native
-from tests.torch.tiny import bfloat16_model, table
+from tests.torch.tiny import bfloat16_model, load, table
 
 ARRAYS: Arrays = {
     "bytes": np.arange(100, dtype=np.uint8),
@@ -191,12 +192,38 @@ def test_two_starts_at_once(directory: Path, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_another_model_is_another_file(directory: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(directory, other)
-    bfloat16_model(tmp_path / "different", {}, seed=9)
-    shutil.copy(tmp_path / "different/model.safetensors", other)
-    cache = tmp_path / "cache"
-    first, second = _logits(_start(directory, cache)), _logits(_start(other, cache))
-    assert not torch.equal(first, second) and len(list(cache.iterdir())) == 2
-    assert torch.equal(_logits(_start(directory, cache)), first)
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models of several megabytes whose files differ in one byte, in the middle: the sign of one weight."""
+    one, other = (tmp_path_factory.mktemp("twins") / name for name in ("one", "other"))
+    bfloat16_model(one, {"hidden_size": 256, "intermediate_size": 3072})
+    shutil.copytree(one, other)
+    content = bytearray((other / "model.safetensors").read_bytes())
+    assert len(content) > 9 << 20
+    content[len(content) // 4 * 2 + 1] ^= 0x80  # the higher byte of two
+    (other / "model.safetensors").write_bytes(content)
+    return one, other
+
+
+def test_another_model_is_another_file(twins: tuple[Path, Path], tmp_path: Path) -> None:
+    """Be it one byte that differs."""
+    first, second = (_logits(_start(twin, tmp_path)) for twin in twins)
+    assert not torch.equal(first, second) and len(list(tmp_path.iterdir())) == 2
+    for twin, logits in zip(twins, (first, second), strict=True):
+        assert torch.equal(_logits(_start(twin, "")), logits) and torch.equal(_logits(_start(twin, tmp_path)), logits)
+
+
+def test_another_model_has_another_fingerprint(twins: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever numbers it is served; and it is read for that once a start."""
+    read: list[tuple[Path, ...]] = []
+    identify = checkpoint._identity
+
+    def counted(files: tuple[Path, ...]) -> str:
+        read.append(files)
+        return identify(files)
+
+    monkeypatch.setattr(checkpoint, "_identity", counted)
+    for quantization in ("none", "int8"):
+        one, other = (load(twin, dtype="bfloat16", quantization=quantization).facts for twin in twins)
+        assert one.fingerprint != other.fingerprint and one.weights.origin != other.weights.origin
+    assert len(read) == 4
