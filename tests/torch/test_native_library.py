@@ -172,6 +172,35 @@ def test_the_compiler_s_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "failed:\nerror: no such option -mavx512bf16" in (tmp_path / "lib" / REASON).read_text()
 
 
+@pytest.mark.parametrize(
+    ("flag", "left_out"),
+    [
+        ("-mavx512bf16", ["avx512-bf16"]),
+        ("-mavx512vnni", ["avx512-bf16", "avx512-vnni"]),
+        ("-mavx2", ["avx2"]),
+        ("-DPL_AVX512=1", ["avx512-bf16", "avx512-vnni"]),
+    ],
+)
+def test_a_compiler_that_lacks_a_flag_builds_the_rest(
+    flag: str, left_out: list[str], installed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what is not there, keeps no old library of it, and the engine opens the best that is."""
+    refusing = f'case " $* " in *" {flag} "*) echo "error: no {flag}" >&2; exit 1;; esac; '
+    monkeypatch.setenv("CXX", _fake_compiler(installed, f"{refusing}{OUTPUT} echo whole > $2"))
+    monkeypatch.setattr(library, "instruction_sets", lambda: tuple(INSTRUCTION_SETS))
+    for name in INSTRUCTION_SETS:
+        (installed / library_name(name)).write_bytes(b"old")
+    build_or_say_why(installed)
+    kept = [name for name in INSTRUCTION_SETS if name not in left_out]
+    assert {path.name for path in installed.glob("*.*")} == {library_name(name) for name in kept}
+    assert all((installed / library_name(name)).read_text() == "whole\n" for name in kept)
+    said = capsys.readouterr().err
+    for name in INSTRUCTION_SETS:
+        assert (f"without the native kernels for {name}: " in said) == (name in left_out)
+    assert said.count(f"error: no {flag}") == len(left_out)
+    assert available() == kept[0]
+
+
 def test_a_compiler_that_fails_half_way_leaves_no_half_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", _fake_compiler(tmp_path, f"{OUTPUT} echo half > $2; exit 1"))
     with pytest.raises(BuildError):

@@ -53,35 +53,49 @@ def compiler() -> str:
 
 
 def build(target: Path, *, sanitize: bool = False) -> list[Path]:
-    """Compile for every instruction set into `target`; returns the libraries.  Raises BuildError."""
+    """
+    Compile for every instruction set into `target`; returns the libraries.  Raises BuildError if there are none.
+
+    A compiler that is too old for one instruction set is good for the others: what is left out is said on stderr.
+    """
     if platform.machine() not in ("x86_64", "AMD64"):
         raise BuildError(f"the native kernels are for x86-64, and this is {platform.machine()}")
-    target.mkdir(parents=True, exist_ok=True)
     program = shlex.split(compiler())
-    built = []
-    for instruction_set, flags in INSTRUCTION_SETS.items():
+    target.mkdir(parents=True, exist_ok=True)
+    built, left_out = [], {}
+    for instruction_set in INSTRUCTION_SETS:
         path = target / library_name(instruction_set)
-        draft = path.with_suffix(f".{os.getpid()}")
-        extra = _SANITIZE if sanitize else ""
-        command = [
-            *program,
-            *f"{_FLAGS} {_GCC} {flags} {extra}".split(),
-            str(SOURCE / "pellucid.cpp"),
-            "-o",
-            str(draft),
-        ]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S_MAX, check=False)
-            if done.returncode:
-                raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr[-4000:]}")
-            draft.replace(path)  # never half a library, also while another process opens it
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"the compiler failed: {error}") from error
-        finally:
-            draft.unlink(missing_ok=True)
-        built.append(path)
+            _compile(program, instruction_set, path, sanitize=sanitize)
+            built.append(path)
+        except BuildError as error:
+            left_out[instruction_set] = error
+            least = error  # the last one asks for the least, so its reason is the one to show
+    if not built:
+        raise least
+    for instruction_set, reason in left_out.items():
+        (target / library_name(instruction_set)).unlink(missing_ok=True)  # of an earlier build, and of other sources
+        sys.stderr.write(f"pellucid: without the native kernels for {instruction_set}: {reason}\n")
     (target / REASON).unlink(missing_ok=True)
     return built
+
+
+def _compile(program: list[str], instruction_set: str, path: Path, *, sanitize: bool) -> None:
+    """One library.  Raises BuildError."""
+    draft = path.with_suffix(f".{os.getpid()}")
+    flags = f"{_FLAGS} {_GCC} {INSTRUCTION_SETS[instruction_set]} {_SANITIZE if sanitize else ''}".split()
+    command = [*program, *flags, str(SOURCE / "pellucid.cpp"), "-o", str(draft)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=COMPILE_S_MAX, check=False
+        )
+        if done.returncode:
+            raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr[-4000:]}")
+        draft.replace(path)  # never half a library, also while another process opens it
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"the compiler failed: {error}") from error
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def build_or_say_why(target: Path) -> None:
