@@ -201,6 +201,52 @@ def test_a_compiler_that_lacks_a_flag_builds_the_rest(
     assert available() == kept[0]
 
 
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        (" ", "no C++ compiler was found (g++, clang++ or c++)"),  # which names none
+        ('""', 'no C++ compiler was found ("")'),
+        ('g++ "-O2', 'CXX=g++ "-O2 is no command (No closing quotation)'),
+        ("g++\\", "CXX=g++\\ is no command (No escaped character)"),
+        (os.fsdecode(b"c\xff++"), "no C++ compiler was found (c?++)"),
+    ],
+)
+def test_a_name_that_is_none_breaks_no_installation(
+    named: str, reason: str, installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", named)
+    monkeypatch.setenv("PATH", str(installed))
+    monkeypatch.setattr(library, "instruction_sets", lambda: ("avx2",))
+    build_or_say_why(installed)
+    with pytest.raises(Unavailable, match=f"^no native kernels: {re.escape(reason)}: "):
+        available()
+
+
+def test_a_blank_name_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are usual are looked for."""
+    Path(_fake_compiler(tmp_path, f"{OUTPUT} echo whole > $2")).rename(tmp_path / "clang++")
+    monkeypatch.setenv("CXX", " ")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert len(build.build(tmp_path / "lib")) == len(INSTRUCTION_SETS)
+
+
+@pytest.mark.parametrize("named", ["/nonexistent/c++", "g++ '"])
+def test_building_by_hand_ends_in_one_line(named: str) -> None:
+    """Nothing was touched then."""
+    command = [sys.executable, str(Path(build.__file__))]
+    done = subprocess.run(
+        command, env={**os.environ, "CXX": named}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.startswith("pellucid: ") and done.stderr.count("\n") == 1
+
+
+def test_a_compiler_that_speaks_no_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", _fake_compiler(tmp_path, r"printf 'not \377 known' >&2; exit 1"))
+    build_or_say_why(tmp_path / "lib")
+    assert "not \ufffd known" in (tmp_path / "lib" / REASON).read_text(encoding="utf-8")
+
+
 def test_a_compiler_that_fails_half_way_leaves_no_half_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", _fake_compiler(tmp_path, f"{OUTPUT} echo half > $2; exit 1"))
     with pytest.raises(BuildError):

@@ -42,12 +42,16 @@ def library_name(instruction_set: str) -> str:
     return f"libpellucid-{instruction_set}.so"
 
 
-def compiler() -> str:
-    """The C++ compiler: $CXX, or the first that is installed.  Raises BuildError."""
-    wanted = os.environ.get("CXX", "")
-    for name in [wanted] if wanted else ["g++", "clang++", "c++"]:
-        if shutil.which(shlex.split(name)[0]):
-            return name
+def compiler() -> list[str]:
+    """The C++ compiler with its first arguments: $CXX, or the first that is installed.  Raises BuildError."""
+    wanted = os.environ.get("CXX", "").strip()  # blank names none
+    try:
+        for name in [wanted] if wanted else ["g++", "clang++", "c++"]:
+            program = shlex.split(name)
+            if shutil.which(program[0]):
+                return program
+    except ValueError as error:
+        raise BuildError(f"CXX={wanted} is no command ({error}): name a C++ compiler, or leave CXX out") from error
     looked = wanted or "g++, clang++ or c++"
     raise BuildError(f"no C++ compiler was found ({looked}): install one (on Debian and Ubuntu: apt install g++)")
 
@@ -60,7 +64,7 @@ def build(target: Path, *, sanitize: bool = False) -> list[Path]:
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         raise BuildError(f"the native kernels are for x86-64, and this is {platform.machine()}")
-    program = shlex.split(compiler())
+    program = compiler()
     target.mkdir(parents=True, exist_ok=True)
     built, left_out = [], {}
     for instruction_set in INSTRUCTION_SETS:
@@ -106,11 +110,14 @@ def build_or_say_why(target: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         for instruction_set in INSTRUCTION_SETS:
             (target / library_name(instruction_set)).unlink(missing_ok=True)
-        (target / REASON).write_text(f"{error}\n")
+        (target / REASON).write_text(f"{error}\n", encoding="utf-8", errors="replace")  # CXX may be any bytes
         sys.stderr.write(f"pellucid: without native kernels, the engine will compute in torch: {error}\n")
 
 
 if __name__ == "__main__":
     wanted = "--sanitize" in sys.argv[1:]
-    for library in build(SANITIZED if wanted else LIBRARIES, sanitize=wanted):
-        sys.stdout.write(f"{library}\n")
+    try:
+        libraries = build(SANITIZED if wanted else LIBRARIES, sanitize=wanted)
+    except BuildError as error:
+        sys.exit(f"pellucid: {error}")
+    sys.stdout.writelines(f"{library}\n" for library in libraries)

@@ -151,7 +151,9 @@ def available() -> str:
     note = LIBRARIES / REASON
     if not usable:
         raise Unavailable("the native kernels need a processor with AVX2")
-    reason = note.read_text().strip() if note.is_file() else "they were not built: install Pellucid again"
+    reason = (
+        note.read_text(encoding="utf-8").strip() if note.is_file() else "they were not built: install Pellucid again"
+    )
     raise Unavailable(f"no native kernels: {reason}")
 
 
