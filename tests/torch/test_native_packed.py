@@ -5,6 +5,7 @@ Packed weights in a file: what comes back, what is found out and made anew, and 
 import os
 import resource
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -139,7 +140,7 @@ def test_a_later_start_packs_nothing(directory: Path, tmp_path: Path, monkeypatc
     assert torch.equal(first, expected) and torch.equal(_logits(_start(directory, tmp_path / "cache")), expected)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "a directory"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "a directory", "a pipe", "a device", "a socket"])
 def test_a_broken_file_is_made_anew(damage: str, directory: Path, tmp_path: Path) -> None:
     expected = _logits(_start(directory, tmp_path))
     (path,) = tmp_path.glob("*.packed")
@@ -154,9 +155,19 @@ def test_a_broken_file_is_made_anew(damage: str, directory: Path, tmp_path: Path
         case "a directory":
             path.unlink()
             path.mkdir()
+        case "a pipe":
+            path.unlink()
+            os.mkfifo(path)
+            os.mkfifo(path.with_suffix(f".{os.getpid()}.draft"))
+        case "a device":
+            path.unlink()
+            path.symlink_to("/dev/zero")
+        case "a socket":
+            path.unlink()
+            os.mknod(path, stat.S_IFSOCK | 0o600)
     assert torch.equal(_logits(_start(directory, tmp_path)), expected)
     if damage != "a directory":  # which is not ours to take away
-        assert path.read_bytes() == good
+        assert path.read_bytes() == good and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("trouble", ["full disk", "no directory"])

@@ -3,6 +3,7 @@ Plans that break their promises write nothing, and numbers that are none spoil t
 """
 
 import ctypes
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.device.errors import MemoryShort
 from engine.device.native.library import FAULTS, Step
 from engine.device.native.model import NativeModel
 from engine.plan import Slice, StepPlan
@@ -52,6 +54,15 @@ MORE_BROKEN: dict[str, tuple[Slice, ...]] = BROKEN | {
     ),
     "more_drafts_than_tokens": (Slice(sequence=1, start=0, tokens=(1,), blocks=(0,), sample=GREEDY, drafts=3),),
 }
+
+
+@every_isa
+def test_a_model_that_finds_no_memory_says_so_and_no_more(isa: str, tmp_path: Path) -> None:
+    """What is half made is forgotten in silence: an exception that nobody sees is an error here."""
+    directory = bfloat16_model(tmp_path / "model", {})
+    with pytest.raises(MemoryShort, match="choose a smaller --kv-memory"):
+        native_model(native(isa), directory, rounding=INT8, blocks_max=2**40)
+    gc.collect()
 
 
 @every_isa

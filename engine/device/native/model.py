@@ -49,6 +49,7 @@ class NativeModel:
     """Implements `engine.device.compute.Model`."""
 
     reproducible = True  # by construction, and checked by the tests: integer sums are exact, float sums have one order
+    _handle: int | None = None  # also where there was no memory to begin with
 
     def __init__(
         self,
@@ -83,7 +84,6 @@ class NativeModel:
         self._decoder = self._describe(form, mix, threads)
         self._nothing = torch.zeros(0, self._vocab)
         self._rows_max = 0
-        self._handle: int | None = None
         self._reserve(_ROWS_MIN)
 
     def __del__(self) -> None:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import mmap
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -57,8 +58,9 @@ def write_packed(path: Path, arrays: Arrays) -> None:
     length = len(index).to_bytes(_LENGTH_BYTES, "little")
     checksum = hashlib.blake2b(length + index, digest_size=_DIGEST_BYTES)
     draft = path.with_suffix(f".{os.getpid()}{_DRAFT}")
+    draft.unlink(missing_ok=True)  # whatever it is, nobody else's: to open a pipe for writing would wait for a reader
     try:
-        with draft.open("wb") as file:
+        with draft.open("xb") as file:
             file.write(bytes(_HEAD_BYTES) + index)
             for array in arrays.values():
                 piece = _padded(array)
@@ -74,8 +76,11 @@ def write_packed(path: Path, arrays: Arrays) -> None:
 
 def map_packed(path: Path) -> Arrays:
     """The arrays of a file, mapped and read-only.  Raises FileNotFoundError, OSError or BrokenFile."""
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size <= _HEAD_BYTES:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would wait for a writer
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            raise BrokenFile(f"{path.name} is no regular file")
+        if state.st_size <= _HEAD_BYTES:
             raise BrokenFile(f"{path.name} is cut short")
         memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     content = memory[_HEAD_BYTES:]
