@@ -217,6 +217,41 @@ def _check_later_owners(one: NativeModel, spoilt: list[Slice]) -> None:
         assert torch.equal(found, expected)
 
 
+ROUNDS_TO_INFINITY = float.fromhex("0x1.ffp127")
+"""In bfloat16; what is nearer to 0 does not."""
+
+
+@every_isa
+@pytest.mark.parametrize("part", ["key", "value"])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("size", "infinite"),
+    [
+        (np.finfo(np.float32).max, True),
+        (ROUNDS_TO_INFINITY, True),
+        (np.nextafter(np.float32(ROUNDS_TO_INFINITY), np.float32(0)), False),
+    ],
+    ids=["largest", "first", "last"],
+)
+def test_what_is_infinite_only_in_the_cache_is_none_too(
+    isa: str, part: str, sign: int, size: float, infinite: bool, tmp_path: Path
+) -> None:
+    """It would be finite to all that looks at it before, and 0 times infinity to the block's next owner."""
+    one = native_model(native(isa), bfloat16_model(tmp_path / "model", {}), kv_int8=False, blocks_max=80)
+    a = one._architecture
+    row = a.query_size + 3 + (a.kv_size if part == "value" else 0)
+    bias, clean = one._arrays["0.qkv.bias"], one._arrays["0.qkv.bias"].copy()
+    pieces = [Slice(sequence=i, start=0, tokens=(i,), blocks=(i,), sample=GREEDY) for i in (4, 5, 6)]
+    bias[row] = sign * size
+    computed = one.compute(StepPlan(step_id=1, slices=tuple(pieces)), [False] * 3)
+    kept = kv_of(one).view(np.uint16) & 0x7FFF
+    assert not (kept >= 0x7F80).any() and (kept == 0x7F7F).any() == (not infinite)
+    if infinite:
+        assert computed.broken == {0, 1, 2}
+    bias[:] = clean
+    _check_later_owners(one, pieces)
+
+
 @every_isa
 @FORMS
 @pytest.mark.parametrize(

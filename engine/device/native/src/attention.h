@@ -276,14 +276,18 @@ inline void load_queries(Queries& q, const float* x, int64_t row_stride, int row
   }
 }
 
-// Keep a token's key and value in slot `slot` of a block.  What is no number is kept as 0, because whoever gets the
-// block next multiplies what it does not see by 0; the answer is false then.
+// From here on bfloat16 rounds to infinity: half way from its largest number to what would be the next one.
+constexpr float kBf16Infinite = 0x1.ffp127f;
+
+// Keep a token's key and value in slot `slot` of a block.  What is no number, or would be none in the cache, is kept as
+// 0, because whoever gets the block next multiplies what it does not see by 0; the answer is false then.
 template <class Kv>
 inline bool keep(uint8_t* block, int slot, const float* key, const float* value, int dim) {
   uint8_t* keys = block;
   uint8_t* values = block + 16 * dim * Kv::kKeyBytes + (slot >> 1) * 2 * dim * Kv::kKeyBytes;
   const float most_key = largest(key, dim), most_value = largest(value, dim);
-  const bool sound = std::isfinite(sum_of_row(key, dim) + sum_of_row(value, dim));
+  bool sound = std::isfinite(sum_of_row(key, dim) + sum_of_row(value, dim));
+  if (Kv::kKeyBytes == 2) sound = sound && std::max(most_key, most_value) < kBf16Infinite;
   if (Kv::kKeyBytes == 1) {
     alignas(64) int8_t k[kDimMost], v[kDimMost];
     round_columns(key, dim, inverse_of(most_key, 127.f), k);
