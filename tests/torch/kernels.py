@@ -15,8 +15,9 @@ from torch import Tensor
 from engine.device.native.build import LIBRARIES
 from engine.device.native.library import Library, Unavailable, Weight, instruction_sets, open_library
 from engine.device.native.load import load_native
+from engine.device.native.memory import Arrays
 from engine.device.native.model import NativeModel
-from engine.device.native.pack import Arrays, Packer, weight_of
+from engine.device.native.pack import Packer, weight_of
 from engine.device.weights import Linear, Weights
 from engine.plan import Slice, StepPlan
 from quant.formats.checkpoint import Checkpoint, open_checkpoint

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from engine.device.native import packed_file
 from engine.device.native.library import instruction_sets
 from engine.device.native.load import load_native
+from engine.device.native.memory import ALIGNED, Arrays
 from engine.device.native.model import NativeModel
-from engine.device.native.pack import PACKED_VERSION, Arrays, Packer
-from engine.device.native.packed_file import ALIGNED, FILES_MAX, BrokenFile, map_packed, packed_path, write_packed
+from engine.device.native.pack import PACKED_VERSION, Packer
+from engine.device.native.packed_file import FILES_MAX, BrokenFile, packed_path, read_packed, write_packed
 from engine.device.weights import Weights
 from quant.formats import checkpoint
 from quant.formats.checkpoint import open_checkpoint
@@ -47,7 +48,7 @@ def test_round_trip(tmp_path: Path) -> None:
     """Equal, aligned, and read-only."""
     path = tmp_path / "deeper" / "a.packed"
     write_packed(path, ARRAYS)
-    found = map_packed(path)
+    found = read_packed(path)
     assert _equal(found, ARRAYS)
     for array in found.values():
         assert array.ctypes.data % ALIGNED == 0 and not array.flags.writeable
@@ -59,7 +60,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_any_arrays(tmp_path: Path, kinds: list[tuple[int, str]]) -> None:
     arrays: Arrays = {f"{i}.x": np.arange(size).astype(kind) for i, (size, kind) in enumerate(kinds)}
     write_packed(tmp_path / "a.packed", arrays)
-    assert _equal(map_packed(tmp_path / "a.packed"), arrays)
+    assert _equal(read_packed(tmp_path / "a.packed"), arrays)
 
 
 def test_every_flipped_byte_and_every_cut_is_found(tmp_path: Path) -> None:
@@ -70,13 +71,13 @@ def test_every_flipped_byte_and_every_cut_is_found(tmp_path: Path) -> None:
     for place in range(len(good)):
         path.write_bytes(good[:place] + bytes([good[place] ^ 0x10]) + good[place + 1 :])
         with pytest.raises(BrokenFile):
-            map_packed(path)
+            read_packed(path)
     for length in (0, 1, 8, 23, 24, 25, 100, len(good) - 1):
         path.write_bytes(good[:length])
         with pytest.raises(BrokenFile):
-            map_packed(path)
+            read_packed(path)
     path.write_bytes(good)
-    assert _equal(map_packed(path), ARRAYS)
+    assert _equal(read_packed(path), ARRAYS)
 
 
 def test_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +87,7 @@ def test_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     before = packed_path(tmp_path, ("a", "b"))
     monkeypatch.setattr(packed_file, "PACKED_VERSION", PACKED_VERSION + 1)
     with pytest.raises(BrokenFile, match="of another version"):
-        map_packed(path)
+        read_packed(path)
     assert packed_path(tmp_path, ("a", "b")) != before
 
 
@@ -103,7 +104,7 @@ def test_those_used_last_are_kept(tmp_path: Path) -> None:
     for number in range(FILES_MAX):
         write_packed(tmp_path / f"{number}.packed", ARRAYS)
         os.utime(tmp_path / f"{number}.packed", (number, number))
-    map_packed(tmp_path / "0.packed")
+    read_packed(tmp_path / "0.packed")
     write_packed(tmp_path / "new.packed", ARRAYS)
     kept = {path.name for path in tmp_path.iterdir()}
     assert kept == {"0.packed", "2.packed", "3.packed", "new.packed", "y.2.draft"}
@@ -133,7 +134,7 @@ def _logits(model: NativeModel) -> torch.Tensor:
 
 
 def test_a_later_start_packs_nothing(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And computes the same bits, from a mapped file as from fresh weights."""
+    """And computes the same bits, from a file as from fresh weights."""
     expected = _logits(_start(directory, ""))
     first = _logits(_start(directory, tmp_path / "cache"))
     monkeypatch.setattr(Packer, "arrays", lambda _: pytest.fail("packed again"))

@@ -237,10 +237,12 @@ def test_what_is_infinite_only_in_the_cache_is_none_too(
     isa: str, part: str, sign: int, size: float, infinite: bool, tmp_path: Path
 ) -> None:
     """It would be finite to all that looks at it before, and 0 times infinity to the block's next owner."""
-    one = native_model(native(isa), bfloat16_model(tmp_path / "model", {}), kv_int8=False, blocks_max=80)
+    directory = bfloat16_model(tmp_path / "model", {"attention_bias": True})
+    one = native_model(native(isa), directory, kv_int8=False, blocks_max=80)
     a = one._architecture
     row = a.query_size + 3 + (a.kv_size if part == "value" else 0)
     bias, clean = one._arrays["0.qkv.bias"], one._arrays["0.qkv.bias"].copy()
+    bias.flags.writeable = True
     pieces = [Slice(sequence=i, start=0, tokens=(i,), blocks=(i,), sample=GREEDY) for i in (4, 5, 6)]
     bias[row] = sign * size
     computed = one.compute(StepPlan(step_id=1, slices=tuple(pieces)), [False] * 3)

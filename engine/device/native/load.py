@@ -5,9 +5,10 @@ From a checkpoint to a native model: packed weights from the file of an earlier 
 from pathlib import Path
 
 from engine.device.native.library import Library
+from engine.device.native.memory import Arrays, gathered
 from engine.device.native.model import NativeModel
-from engine.device.native.pack import Arrays, Packer
-from engine.device.native.packed_file import BrokenFile, map_packed, packed_path, write_packed
+from engine.device.native.pack import Packer
+from engine.device.native.packed_file import BrokenFile, packed_path, read_packed, write_packed
 from engine.device.weights import Weights
 
 
@@ -37,14 +38,14 @@ def load_native(
 def _packed(library: Library, weights: Weights, cache: str) -> Arrays:
     packer = Packer(library, weights)
     if not cache:
-        return packer.arrays()
+        return gathered(packer.arrays())
     path = packed_path(Path(cache), (weights.checkpoint.identity, repr(weights.scheme), str(weights.dtype)))
     try:
-        return map_packed(path)
+        return read_packed(path)
     except (OSError, BrokenFile):  # not there, or of no use
         arrays = packer.arrays()
     try:
         write_packed(path, arrays)
-        return map_packed(path)
-    except (OSError, BrokenFile):  # a full or read-only disk: this start goes on without
-        return arrays
+    except OSError:  # a full or read-only disk: this start goes on without
+        pass
+    return gathered(arrays)

@@ -24,7 +24,8 @@ from engine.device.native.library import (
     Library,
     Step,
 )
-from engine.device.native.pack import LINEARS, Arrays, aligned, weight_of
+from engine.device.native.memory import Arrays, aligned
+from engine.device.native.pack import LINEARS, weight_of
 from engine.plan import StepPlan
 from quant.formats.architecture import Architecture
 from quant.formats.rope import RopeTable

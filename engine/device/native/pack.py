@@ -17,19 +17,17 @@ import torch
 from torch import Tensor
 
 from engine.device.native.library import BF16, HEAD_DIM_MAX, INT4, INT8, TILE, WIDE, Library, Weight
+from engine.device.native.memory import Array, Arrays, aligned
 from engine.device.weights import Linear, Weights
 from quant.formats.architecture import Architecture
 from quant.formats.rounding import round_weight
 from quant.formats.scheme import Scheme
 from quant.formats.weights import Affine, Quantized
 
-PACKED_VERSION = 2  # raise it when the same weights begin to be packed in another way
+PACKED_VERSION = 3  # raise it when the same weights begin to be packed in another way
 LINEARS = ("qkv", "output", "gate_up", "down")
 GROUPS = (128, 64, 32)
 _GATE_ROWS = 16  # gates and ups take turns by so many rows, so that both are at hand when a tile is done
-
-Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
-Arrays = dict[str, Array]
 
 
 class Unpackable(Exception):
@@ -103,7 +101,8 @@ class Packer:
             self.library.pack_bf16(data.ctypes.data, values.data_ptr(), weight.shape[0], ins)
         yield f"{name}.data", data
         yield f"{name}.scale", _floats(scale, TILE)
-        yield f"{name}.bias", _floats(torch.zeros(outs) if linear.bias is None else linear.bias, TILE)
+        if linear.bias is not None:
+            yield f"{name}.bias", _floats(linear.bias, TILE)
         if order is not None:
             yield f"{name}.order", order.to(torch.int32).numpy()
         yield f"{name}.form", np.array([form, outs, ins, group, asymmetric], np.int32)
@@ -141,11 +140,11 @@ class Packer:
 def weight_of(arrays: Arrays, name: str) -> Weight:
     """The structure of the linear layer `name`."""
     form, outs, ins, group, asymmetric = (int(value) for value in arrays[f"{name}.form"])
-    order = arrays.get(f"{name}.order")
+    bias, order = arrays.get(f"{name}.bias"), arrays.get(f"{name}.order")
     return Weight(
         data=arrays[f"{name}.data"].ctypes.data,
         scale=arrays[f"{name}.scale"].ctypes.data,
-        bias=arrays[f"{name}.bias"].ctypes.data,
+        bias=None if bias is None else bias.ctypes.data,
         order=None if order is None else order.ctypes.data,
         form=form,
         outs=outs,
@@ -153,13 +152,6 @@ def weight_of(arrays: Arrays, name: str) -> Weight:
         group=group,
         asymmetric=asymmetric,
     )
-
-
-def aligned(size: int) -> Array:
-    """Zeroed bytes that begin at a multiple of 64."""
-    raw = np.zeros(size + WIDE, np.uint8)
-    start = -raw.ctypes.data % WIDE
-    return raw[start : start + size]
 
 
 def _group_of(weight: Affine) -> int:

@@ -1,10 +1,10 @@
 """
-Packed weights in a file: packed once, then mapped by every later start.
+Packed weights in a file: packed once, then read by every later start.
 
     8 bytes   length of the index, little-endian
     16 bytes  checksum of all the rest
     index     JSON: version, and of each array its name, type, shape and place
-    arrays    each at a multiple of 64 bytes
+    arrays    each at a multiple of 64 bytes behind the checksum
 
 The name of the file says what it was made of, so a file is either the right one or not there.  A file that is broken
 (a full disk, a flipped bit) is found out by its checksum, and made anew.
@@ -13,7 +13,6 @@ The name of the file says what it was made of, so a file is either the right one
 import contextlib
 import hashlib
 import json
-import mmap
 import os
 import stat
 import time
@@ -21,14 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.device.native.pack import PACKED_VERSION, Array, Arrays
+from engine.device.native.memory import ALIGNED, Array, Arrays, aligned
+from engine.device.native.pack import PACKED_VERSION
 
-ALIGNED = 64
 FILES_MAX = 4
 """Files that are kept in the directory: those used last."""
 _LENGTH_BYTES, _DIGEST_BYTES = 8, 16
 _HEAD_BYTES = _LENGTH_BYTES + _DIGEST_BYTES
 _SUFFIX, _DRAFT = ".packed", ".draft"
+_PIECE_BYTES = 1 << 22
 _DRAFT_S_MAX = 3600  # a draft that is older belongs to nobody who still writes it
 
 
@@ -54,7 +54,7 @@ def write_packed(path: Path, arrays: Arrays) -> None:
         entries.append({"name": name, "type": array.dtype.str, "shape": array.shape, "place": place})
         place += array.nbytes + -array.nbytes % ALIGNED
     index = json.dumps({"version": PACKED_VERSION, "arrays": entries}).encode()
-    index += b" " * (-(len(index) + _HEAD_BYTES) % ALIGNED)
+    index += b" " * (-len(index) % ALIGNED)
     length = len(index).to_bytes(_LENGTH_BYTES, "little")
     checksum = hashlib.blake2b(length + index, digest_size=_DIGEST_BYTES)
     draft = path.with_suffix(f".{os.getpid()}{_DRAFT}")
@@ -74,26 +74,28 @@ def write_packed(path: Path, arrays: Arrays) -> None:
     _forget_old(path.parent)
 
 
-def map_packed(path: Path) -> Arrays:
-    """The arrays of a file, mapped and read-only.  Raises FileNotFoundError, OSError or BrokenFile."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would wait for a writer
+def read_packed(path: Path) -> Arrays:
+    """The arrays of a file, read-only, in memory of `aligned`.  Raises FileNotFoundError, OSError or BrokenFile."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:  # a pipe would wait
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode):
             raise BrokenFile(f"{path.name} is no regular file")
-        if state.st_size <= _HEAD_BYTES:
+        head, size = file.read(_HEAD_BYTES), state.st_size - _HEAD_BYTES
+        if size <= 0 or len(head) < _HEAD_BYTES:
             raise BrokenFile(f"{path.name} is cut short")
-        memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    content = memory[_HEAD_BYTES:]
-    checksum = hashlib.blake2b(memory[:_LENGTH_BYTES], digest_size=_DIGEST_BYTES)
-    checksum.update(content)
-    if checksum.digest() != memory[_LENGTH_BYTES:_HEAD_BYTES]:
+        content = aligned(size)
+        checksum = hashlib.blake2b(head[:_LENGTH_BYTES], digest_size=_DIGEST_BYTES)
+        for start in range(0, size, _PIECE_BYTES):
+            piece = content[start : start + _PIECE_BYTES].data
+            checksum.update(piece[: file.readinto(piece)])
+    if checksum.digest() != head[_LENGTH_BYTES:]:
         raise BrokenFile(f"{path.name} does not match its checksum")
-    length = int.from_bytes(memory[:_LENGTH_BYTES], "little")
+    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
     index = json.loads(bytes(content[:length]))
     if index["version"] != PACKED_VERSION:
         raise BrokenFile(f"{path.name} is of another version")
-    whole = np.frombuffer(content[length:], np.uint8)
-    arrays = {entry["name"]: _array(whole, entry) for entry in index["arrays"]}
+    content.flags.writeable = False
+    arrays = {entry["name"]: _array(content[length:], entry) for entry in index["arrays"]}
     with contextlib.suppress(OSError):  # a directory that others keep for us
         os.utime(path)  # it was used
     return arrays

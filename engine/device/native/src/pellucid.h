@@ -30,7 +30,7 @@ enum {
 typedef struct {
   const uint8_t* data;
   const float* scale;    // [outs_padded to 32]: of an output channel; int8 and int4
-  const float* bias;     // [outs_padded to 32]
+  const float* bias;     // [outs_padded to 32], or null
   const int32_t* order;  // [ins]: which input each column is, where the columns were sorted; null: as they come
   int32_t form;
   int32_t outs;   // rows of tiles * 32

@@ -20,21 +20,31 @@ struct Prefetch {
 template <int Rows>
 PL_KERNEL void dot_int8(const uint8_t* w, int quads, const uint8_t* a, int64_t stride, const int32_t* start,
                         int32_t* out, Prefetch next) {
+  constexpr int kTriples = (Rows + 2) / 3;
   Ints c[Rows][2];
+  const uint8_t* row[kTriples];
 #pragma GCC unroll 16
   for (int i = 0; i < Rows; i++) c[i][0] = c[i][1] = all_ints(start[i]);
-  for (int k = 0; k < quads; k++, w += 128, a += 4, next.from += next.step) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kTriples; i++) row[i] = a + 3 * i * stride;
+  for (int k = 0; k < quads; k++, w += 128, next.from += next.step) {
     if (Rows == 1 || Rows >= 5) {  // in between, it costs more than it hides
       _mm_prefetch(reinterpret_cast<const char*>(next.from), _MM_HINT_T1);
       _mm_prefetch(reinterpret_cast<const char*>(next.from + 64), _MM_HINT_T1);
     }
     const Ints w0 = load_packed(w), w1 = load_packed(w + 64);
+    // A pointer for every three rows, which an address can name as x, x + stride and x + 2 * stride.  Left alone the
+    // compiler keeps an offset for every row, in more registers than there are.
+#pragma GCC unroll 4
+    for (int i = 0; i < kTriples; i++) asm("" : "+r"(row[i]));
 #pragma GCC unroll 16
     for (int i = 0; i < Rows; i++) {
-      const Ints b = broadcast4(a + i * stride);
+      const Ints b = broadcast4(row[i / 3] + (i % 3) * stride);
       dot_u8(c[i][0], w0, b);
       dot_u8(c[i][1], w1, b);
     }
+#pragma GCC unroll 4
+    for (int i = 0; i < kTriples; i++) row[i] += 4;
   }
 #pragma GCC unroll 16
   for (int i = 0; i < Rows; i++) {
@@ -201,7 +211,9 @@ inline void product(const pl_weight& weight, const Rows& a, int rows, int share,
     const uint8_t* w = weight.data + tile * bytes;
     const int channel = tile * PL_TILE;
     const Floats s0 = load(weight.scale + channel), s1 = load(weight.scale + channel + 16);
-    const Floats b0 = load(weight.bias + channel), b1 = load(weight.bias + channel + 16);
+    const bool biased = weight.bias != nullptr;
+    const Floats b0 = biased ? load(weight.bias + channel) : all(0.f);
+    const Floats b1 = biased ? load(weight.bias + channel + 16) : all(0.f);
     // The next tile is fetched meanwhile, its bytes spread over the chunks of rows; a lone row looks ahead in its own.
     Prefetch next = {chunks == 1 ? w + kAhead : w + bytes, chunks == 1 ? 128 : 128 / chunks < 8 ? 8 : 128 / chunks};
     int row = 0;
