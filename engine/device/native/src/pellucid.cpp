@@ -74,11 +74,17 @@ int32_t pl_product(const pl_weight* weight, const float* x, float* y, int32_t ro
 int32_t pl_sample(const float* logits, int64_t vocab, const pl_draw* draws, int32_t* tokens, int32_t rows,
                   int32_t threads) {
   try {
-    const int64_t room = pl::padded(static_cast<int>(vocab), pl::kWide);
+    const int64_t room = pl::padded(static_cast<int>(vocab), pl::kWide), sums_count = pl::spans_of(vocab) + 1;
+    const int64_t best_count = std::any_of(draws, draws + rows, pl::is_ranked) ? vocab : 0;
     auto weights = pl::memory<float>(room * threads);
+    auto sums = pl::memory<double>(sums_count * threads);
+    const std::unique_ptr<pl::Candidate[]> best(new pl::Candidate[static_cast<size_t>(best_count * threads)]);
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int r = 0; r < rows; r++)
-      tokens[r] = pl::draw_token(logits + r * vocab, vocab, draws[r], weights.get() + room * omp_get_thread_num());
+    for (int r = 0; r < rows; r++) {
+      const int t = omp_get_thread_num();
+      const pl::DrawRoom own = {weights.get() + room * t, sums.get() + sums_count * t, best.get() + best_count * t};
+      tokens[r] = pl::draw_token(logits + r * vocab, vocab, draws[r], own);
+    }
   } catch (const std::bad_alloc&) {
     return PL_NO_MEMORY;
   }

@@ -2,8 +2,6 @@
 // tests.
 #pragma once
 #include <algorithm>
-#include <memory>
-#include <vector>
 
 #include "rows.h"
 
@@ -15,6 +13,17 @@ struct Candidate {
   float logit, weight;
   int32_t id;
 };
+
+// What drawing one token needs.  The caller has it ready before it starts threads: nobody could say of one of them that
+// there is no memory.
+struct DrawRoom {
+  float* weights;   // of all tokens, in whole spans
+  double* sums;     // [spans_of(vocab) + 1]
+  Candidate* best;  // [vocab], for what `is_ranked`
+};
+
+inline int64_t spans_of(int64_t vocab) { return (vocab + kSpan - 1) / kSpan; }
+inline bool is_ranked(const pl_draw& draw) { return draw.top_k > 0 || draw.top_p < 1; }
 
 // Likeliest first, equal ones by id.
 inline bool before(const Candidate& a, const Candidate& b) {
@@ -53,9 +62,11 @@ inline int64_t place_of(Weight weight, int64_t count, double from, double point)
   return last;
 }
 
-inline int32_t draw_plain(const float* weights, int64_t vocab, double uniform) {
-  const int64_t spans = (vocab + kSpan - 1) / kSpan;
-  std::vector<double> sums(static_cast<size_t>(spans) + 1, 0.0);
+inline int32_t draw_plain(const DrawRoom& room, int64_t vocab, double uniform) {
+  const float* const weights = room.weights;
+  double* const sums = room.sums;
+  const int64_t spans = spans_of(vocab);
+  sums[0] = 0;
   for (int64_t s = 0; s < spans; s++) {
     double sum = 0;
     for (int64_t i = s * kSpan; i < std::min(vocab, (s + 1) * kSpan); i++) sum += weights[i];
@@ -71,31 +82,33 @@ inline int32_t draw_plain(const float* weights, int64_t vocab, double uniform) {
 }
 
 // With top_k or top_p: the likeliest tokens that can matter are sorted, and no others.
-inline int32_t draw_ranked(const float* logits, const float* weights, int64_t vocab, const pl_draw& draw) {
+inline int32_t draw_ranked(const float* logits, const DrawRoom& room, int64_t vocab, const pl_draw& draw) {
+  const float* const weights = room.weights;
+  Candidate* const best = room.best;
   double total = 0;
   for (int64_t i = 0; i < vocab; i++) total += weights[i];
-  std::vector<Candidate> best;
+  int64_t count;
   const int64_t wanted = draw.top_k > 0 ? std::min<int64_t>(draw.top_k, vocab) : 0;
   for (float least = 0.0625f;; least = least > 1e-30f ? least * least * 0.0625f : 0.f) {
-    best.clear();
+    count = 0;
     double mass = 0;
     for (int64_t i = 0; i < vocab; i++)
       if (weights[i] >= least && (weights[i] > 0 || wanted > 0)) {
-        best.push_back({logits[i], weights[i], static_cast<int32_t>(i)});
+        best[count++] = {logits[i], weights[i], static_cast<int32_t>(i)};
         mass += weights[i];
       }
-    const bool enough = wanted > 0 ? static_cast<int64_t>(best.size()) >= wanted : mass >= draw.top_p * total;
+    const bool enough = wanted > 0 ? count >= wanted : mass >= draw.top_p * total;
     if (enough || least == 0.f) break;
   }
-  std::sort(best.begin(), best.end(), before);
-  if (wanted > 0 && static_cast<int64_t>(best.size()) > wanted) best.resize(static_cast<size_t>(wanted));
+  std::sort(best, best + count, before);
+  if (wanted > 0) count = std::min(count, wanted);
   double mass = 0;
-  for (const Candidate& c : best) mass += c.weight;
+  for (int64_t i = 0; i < count; i++) mass += best[i].weight;
   const double limit = draw.top_p * (wanted > 0 ? mass : total);
-  size_t kept = best.size();
+  int64_t kept = count;
   double sum = 0;
   if (draw.top_p < 1)
-    for (size_t i = 0; i < best.size(); i++) {
+    for (int64_t i = 0; i < count; i++) {
       sum += best[i].weight;
       if (sum >= limit) {
         kept = i + 1;
@@ -103,21 +116,19 @@ inline int32_t draw_ranked(const float* logits, const float* weights, int64_t vo
       }
     }
   if (draw.min_p > 0) {
-    size_t above = 0;
+    int64_t above = 0;
     while (above < kept && best[above].weight >= draw.min_p * best[0].weight) above++;
-    kept = std::max<size_t>(1, above);
+    kept = std::max<int64_t>(1, above);
   }
   sum = 0;
-  for (size_t i = 0; i < kept; i++) sum += best[i].weight;
-  const int64_t at = place_of([&](int64_t i) { return double{best[static_cast<size_t>(i)].weight}; },
-                              static_cast<int64_t>(kept), 0.0, draw.uniform * sum);
-  return best[static_cast<size_t>(at)].id;
+  for (int64_t i = 0; i < kept; i++) sum += best[i].weight;
+  return best[place_of([&](int64_t i) { return double{best[i].weight}; }, kept, 0.0, draw.uniform * sum)].id;
 }
 
-inline int32_t draw_token(const float* logits, int64_t vocab, const pl_draw& draw, float* weights) {
-  const bool ranked = draw.top_k > 0 || draw.top_p < 1;
-  weigh_tokens(logits, vocab, draw.temperature, ranked ? 0.f : static_cast<float>(draw.min_p), weights);
-  return ranked ? draw_ranked(logits, weights, vocab, draw) : draw_plain(weights, vocab, draw.uniform);
+inline int32_t draw_token(const float* logits, int64_t vocab, const pl_draw& draw, const DrawRoom& room) {
+  const bool ranked = is_ranked(draw);
+  weigh_tokens(logits, vocab, draw.temperature, ranked ? 0.f : static_cast<float>(draw.min_p), room.weights);
+  return ranked ? draw_ranked(logits, room, vocab, draw) : draw_plain(room, vocab, draw.uniform);
 }
 
 }  // namespace pl
