@@ -139,7 +139,7 @@ OPTIONS = (
         default="0",
         metavar="COUNT",
         help="Threads of the engine; 0 takes as many as the process may use.",
-        parse=whole(least=0, most=4096),
+        parse=whole(least=0, most=256),
     ),
     Option(
         name="max_context",

@@ -34,7 +34,7 @@ def load_pair(options: EngineOptions) -> tuple[Runner, DraftModel | None]:
             context_max=min(options.context_max or main.architecture.context_max, draft.architecture.context_max),
         )
         form = choose_form(draft, small)
-        beside = needed_bytes(form, blocks_within(form, kv_bytes))
+        beside = needed_bytes(form, blocks_within(form, kv_bytes), small)
     except ModelError as error:
         raise _of_draft(error) from error
     runner = Runner.load(with_draft, beside_bytes=beside)

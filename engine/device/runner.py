@@ -25,6 +25,7 @@ from engine.device.model import load_decoder
 from engine.device.native.load import load_native
 from engine.device.native.pack import Unpackable
 from engine.device.native.sampling import NativeDraw
+from engine.device.native.working_memory import working_bytes
 from engine.device.probe import warm_up_plans
 from engine.device.sampler import NO_NUMBER, Draw, choose, needs_logits
 from engine.device.torch_model import assemble
@@ -58,7 +59,7 @@ class Runner:
         form = choose_form(checkpoint, options)
         if kernels is not None:
             form = replace(form, native=None, why_torch="other kernels were asked for")
-        blocks_max = _blocks_max(form, options.kv_memory_bytes, beside_bytes)
+        blocks_max = _blocks_max(form, options, beside_bytes)
         try:
             with torch.inference_mode():
                 model, form = _load_model(form, options, kernels, context_max=context_max, blocks_max=blocks_max)
@@ -181,13 +182,23 @@ def _context_max(architecture: Architecture, wanted: int) -> int:
     return wanted or architecture.context_max
 
 
-def needed_bytes(form: Form, blocks_max: int) -> int:
-    """Memory of weights and KV."""
+def needed_bytes(form: Form, blocks_max: int, options: EngineOptions) -> int:
+    """Memory of weights, KV, and what computing takes beside them."""
     a = form.checkpoint.architecture
     attention = a.hidden * (2 * a.query_size + 2 * a.kv_size)
     linear = a.layers * (attention + 3 * a.hidden * a.intermediate)
     weights = linear * weight_bytes(form.scheme, form.dtype) + 2 * a.vocab_size * a.hidden * form.dtype.itemsize
-    return int(weights) + blocks_max * block_bytes(a, form.dtype, form.kv_dtype)
+    return int(weights) + blocks_max * block_bytes(a, form.dtype, form.kv_dtype) + _working_bytes(form, options)
+
+
+def _working_bytes(form: Form, options: EngineOptions) -> int:
+    """What native threads take for themselves; nobody has counted what torch takes."""
+    if form.native is None:
+        return 0
+    a = form.checkpoint.architecture
+    context_max = options.context_max or a.context_max
+    rows_max = min(options.tokens_step_max, context_max)
+    return working_bytes(a, threads=options.threads or threads(), rows_max=rows_max, context_max=context_max)
 
 
 def blocks_within(form: Form, kv_memory_bytes: int) -> int:
@@ -198,13 +209,17 @@ def blocks_within(form: Form, kv_memory_bytes: int) -> int:
     return kv_memory_bytes // needed
 
 
-def _blocks_max(form: Form, kv_memory_bytes: int, beside_bytes: int) -> int:
+def _blocks_max(form: Form, options: EngineOptions, beside_bytes: int) -> int:
     """Blocks that the KV memory holds, after a look at whether the machine has it beside the weights."""
-    blocks_max = blocks_within(form, kv_memory_bytes)
-    total, available = needed_bytes(form, blocks_max) + beside_bytes, memory_bytes()
-    if available is not None and total > available:
+    blocks_max = blocks_within(form, options.kv_memory_bytes)
+    total, available = needed_bytes(form, blocks_max, options) + beside_bytes, memory_bytes()
+    if available is None or total <= available:
+        return blocks_max
+    takes, free = f"take {total / 2**30:.1f} GiB", f"only {available / 2**30:.1f} GiB are free"
+    working = _working_bytes(form, options)
+    if total - working <= available:
         raise MemoryShort(
-            f"weights and KV cache take {total / 2**30:.1f} GiB and only {available / 2**30:.1f} GiB are free:"
-            " choose a smaller model or --kv-memory"
+            f"weights, KV cache and {options.threads or threads()} threads {takes} ({working / 2**30:.1f} GiB of it the"
+            f" threads) and {free}: choose fewer --threads, or a smaller --max-context or --kv-memory"
         )
-    return blocks_max
+    raise MemoryShort(f"weights and KV cache {takes} and {free}: choose a smaller model or --kv-memory")

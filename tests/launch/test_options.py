@@ -57,6 +57,7 @@ def test_every_option_can_be_given_in_every_place(option: Option, tmp_path: Path
         ("[serve]\nport = 1", "unknown key 'serve'"),
         ("port = true", "port: 'true' is not a whole number"),
         ("port = 70000", "port: 70000 is not in 0 .. 65535"),
+        ("threads = 257", "threads: 257 is not in 0 .. 256"),
         ("port = [1]", "port: a plain value is expected, not a list"),
         ("model = {name = 1}", "model: a plain value is expected, not a dict"),
         ("port = ", "not a TOML file"),

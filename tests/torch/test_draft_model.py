@@ -162,7 +162,7 @@ def test_both_models_are_counted_before_either_is_loaded(
     device, drafter = load_pair(asked)
     assert drafter is not None
     needed = [
-        needed_bytes(choose_form(open_checkpoint(model), asked), facts.blocks_max)
+        needed_bytes(choose_form(open_checkpoint(model), asked), facts.blocks_max, asked)
         for model, facts in ((tiny_model, device.facts), (draft_model, drafter.facts))
     ]
     monkeypatch.setattr(runner, "_load_model", None)  # nobody comes so far

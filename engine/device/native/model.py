@@ -26,11 +26,10 @@ from engine.device.native.library import (
 )
 from engine.device.native.memory import Arrays, aligned
 from engine.device.native.pack import LINEARS, weight_of
+from engine.device.native.working_memory import ROWS_MIN
 from engine.plan import StepPlan
 from quant.formats.architecture import Architecture
 from quant.formats.rope import RopeTable
-
-_ROWS_MIN = 256  # rows that there is room for from the start
 
 
 class _Room:
@@ -85,7 +84,7 @@ class NativeModel:
         self._decoder = self._describe(form, mix, threads)
         self._nothing = torch.zeros(0, self._vocab)
         self._rows_max = 0
-        self._reserve(_ROWS_MIN)
+        self._reserve(ROWS_MIN)
 
     def __del__(self) -> None:
         if self._handle is not None:
@@ -151,12 +150,13 @@ class NativeModel:
         """Room for steps of `rows` rows."""
         if rows <= self._rows_max:
             return
-        handle = self._library.open(ctypes.byref(self._decoder), rows)
-        if not handle:
-            raise MemoryShort(f"a step of {rows} tokens does not fit into memory")
-        if self._handle is not None:
+        if self._handle is not None:  # first, for there may be no memory for both
             self._library.close(self._handle)
-        self._handle, self._rows_max = handle, rows
+        self._handle, self._rows_max = None, 0
+        self._handle = self._library.open(ctypes.byref(self._decoder), rows)
+        if self._handle is None:
+            raise MemoryShort(f"a step of {rows} tokens does not fit into memory: fewer --threads need less")
+        self._rows_max = rows
         self._room = _Room(rows)
 
     def _describe(self, kv_form: int, mix: int, threads: int) -> Decoder:

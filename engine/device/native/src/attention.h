@@ -9,6 +9,7 @@
 // adds exactly nothing, so it does not matter which queries share a tile.
 #pragma once
 #include <algorithm>
+#include <cstddef>
 
 #include "rows.h"
 
@@ -21,8 +22,11 @@ constexpr int kScoreStride = PL_SPLIT + 16 * kKeyBlocks;
 
 struct Part {
   float most[kQueriesMost], sum[kQueriesMost];
-  alignas(64) float values[kQueriesMost * kDimMost];  // [query][dim]
+  alignas(64) float values[kQueriesMost * kDimMost];  // [query][dim]: only as many as `part_bytes` says are there
 };
+
+// What is used of a Part, which is less than all of it by far for most models, and there are many in a long context.
+inline int64_t part_bytes(int dim) { return offsetof(Part, values) + int64_t{4} * kQueriesMost * dim; }
 
 struct Queries {
   int count;                                               // rows * heads

@@ -104,14 +104,18 @@ struct Model {
   std::vector<RowBuffers> alone;            // of each thread, for steps of few rows
   Memory<float> row_scratch;                // of each thread: two rows
   Memory<AttentionScratch> attention;       // of each thread
-  Memory<Part> parts;                       // of a long context that several threads share
+  Memory<uint8_t> parts;                    // of a long context that several threads share
   Memory<float> best_values, least_values;  // [thread][row][16]
   Memory<int32_t> best_ids;
   Plan plan;                      // of the step that runs
   std::vector<Counter> counters;  // of each layer: the next piece of attention to take
   Barrier barrier;
 
-  Model(const pl_model& model, int rows_max_);
+  Model(const pl_model& model, int rows_max_);  // What it takes is also in `working_bytes` of memory.py.
+  Part& part(int piece, int split) {
+    const int64_t index = static_cast<int64_t>(piece) * splits_max + split;
+    return *reinterpret_cast<Part*>(parts.get() + index * part_bytes(m.head_dim));
+  }
   uint8_t* block(int layer, int block_id, int head) const {
     const int64_t index = (static_cast<int64_t>(layer) * m.blocks_max + block_id) * m.kv_heads + head;
     return m.kv + index * block_bytes;
@@ -153,7 +157,7 @@ inline Model::Model(const pl_model& model, int rows_max_)
       shared(rows_max_, stride, widest / 32),
       row_scratch(memory<float>(int64_t{2} * model.threads * widest)),
       attention(memory<AttentionScratch>(model.threads)),
-      parts(memory<Part>(int64_t{4} * model.threads * splits_max)),
+      parts(memory<uint8_t>(int64_t{4} * model.threads * splits_max * part_bytes(model.head_dim))),
       best_values(memory<float>(int64_t{model.threads} * rows_max_ * 16)),
       least_values(memory<float>(int64_t{model.threads} * rows_max_ * 16)),
       best_ids(memory<int32_t>(int64_t{model.threads} * rows_max_ * 16)),
@@ -349,7 +353,7 @@ class Worker {
       // The last rows of a long prompt see the most, so they go first.
       const int piece = pieces - 1 - i / splits;
       if (several)
-        attend_piece<Kv>(index, piece, i % splits, &e.parts[static_cast<int64_t>(piece) * e.splits_max + i % splits]);
+        attend_piece<Kv>(index, piece, i % splits, &e.part(piece, i % splits));
       else
         attend_piece<Kv>(index, piece, -1, nullptr);
     }
@@ -408,10 +412,9 @@ class Worker {
 
   void merge_piece(int index, int piece) {
     const Piece own = ownof(index, piece);
-    Part* parts = &e.parts[static_cast<int64_t>(piece) * e.splits_max];
-    Part& whole = parts[own.first_split];
+    Part& whole = e.part(piece, own.first_split);
     for (int i = own.first_split + 1; i <= own.last_split; i++)
-      merge(whole, parts[i], own.tile.count * own.heads, e.m.head_dim);
+      merge(whole, e.part(piece, i), own.tile.count * own.heads, e.m.head_dim);
     deliver(own, whole);
   }
 
