@@ -33,8 +33,9 @@ CHANCE_MIN = 0.02  # a draft that is right less often is not looked at
 BEST_CHANCE = 0.95  # of the first drafts, if all goes well: is it worth while to look for any?
 EXPLORE_STEPS = 48
 LOOKUP_NS = 15_000  # about what it costs to look for one sequence's draft
+READ_NS = 4_000  # and to read a token into automata before
 LOOKUP_SHARE = 0.005  # of a step's time that may go into looking where nothing is found
-DULL = 0.01  # expected gain below which looking seems to be in vain
+DULL = 0.01  # gain, beyond what looking costs, below which it seems to be in vain
 MATCH_CLEAR = 8  # tokens found in the sequence itself, after which nobody asks what others were answered
 READ_TOKENS_MAX = 512  # into automata, of one step; some 2 us each
 READ_TOKENS_EXPLORING = 2048  # there is one such step in EXPLORE_STEPS
@@ -165,7 +166,7 @@ class Speculator:
         self._own_tokens = 0
         self._step = 0
         self._looked = 0  # the step of the last look
-        self._interest = 1.0  # expected gain of late, where somebody looked
+        self._interest = 0.2  # expected gain of late, where somebody looked and it was taken
 
     def wish(self, asking: Many[Sequence], budget: int) -> dict[int, tuple[int, ...]]:
         """What pays."""
@@ -228,11 +229,15 @@ class Speculator:
         return False
 
     def _patience_steps(self, rows: int, keys: float) -> int:
-        """How many steps to wait between looks: one, but for the time that it takes where nothing is found."""
-        if self._interest >= DULL:
+        """How many steps to wait between looks: one, but for the time that it takes where little is found."""
+        step_ns = max(1.0, self.costs.expected_ns(rows, keys))
+        look_ns, read_ns, allowed_ns = LOOKUP_NS * rows, READ_NS * rows, LOOKUP_SHARE * step_ns
+        if self._interest >= DULL + (look_ns + read_ns) / step_ns:
             return 1
-        allowed_ns = LOOKUP_SHARE * self.costs.expected_ns(rows, keys)
-        return min(EXPLORE_STEPS, 1 + int(LOOKUP_NS * rows / max(1.0, allowed_ns)))
+        steps = (look_ns + READ_NS * READ_TOKENS_MAX) / allowed_ns  # what is not read by then is not read
+        if read_ns < allowed_ns:
+            steps = min(steps, look_ns / (allowed_ns - read_ns))
+        return min(EXPLORE_STEPS, 1 + int(steps))
 
     def _look(self, asking: Many[Sequence], left: int) -> list[list[float]]:
         """Look for a draft for each, reading `left` tokens at most; the chances of its first 1, 2, ... tokens."""
@@ -273,7 +278,7 @@ class Speculator:
             elif count - best_count > LADDER_MISSES_MAX:
                 break
         gain = best / plain - 1
-        self._interest += 0.2 * (gain - self._interest)
+        self._interest += 0.2 * ((gain if gain >= GAIN_MIN else 0.0) - self._interest)
         if gain < GAIN_MIN:
             return {}
         chosen: dict[int, int] = {}

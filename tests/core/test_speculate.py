@@ -117,12 +117,14 @@ def test_drafts_stay_within_their_bounds() -> None:
         speculator.spent(100, 1.0, flat)
     sizes = []
     for budget in (0, 6, 9, 1000):
-        for _ in range(60):  # reading takes its time
+        most = 0
+        for _ in range(120):  # reading takes its time, and nobody looks at every step
             wishes = speculator.wish(sequences, budget)
             speculator.spent(40, 1.0, flat)
-        sizes.append(sum(map(len, wishes.values())))
-        assert all(0 < len(tokens) <= 4 for tokens in wishes.values())
-        assert all(len(wishes.get(one.number, ())) < one.request.tokens_max for one in sequences)
+            most = max(most, sum(map(len, wishes.values())))
+            assert all(0 < len(tokens) <= 4 for tokens in wishes.values())
+            assert all(len(wishes.get(one.number, ())) < one.request.tokens_max for one in sequences)
+        sizes.append(most)
     assert sizes[:3] == [0, 6, 9] and 9 < sizes[3] <= ROWS_MORE_MAX
 
 
