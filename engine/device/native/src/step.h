@@ -111,7 +111,7 @@ struct Model {
   std::vector<Counter> counters;  // of each layer: the next piece of attention to take
   Barrier barrier;
 
-  Model(const pl_model& model, int rows_max_);  // What it takes is also in `working_bytes` of memory.py.
+  Model(const pl_model& model, int rows_max_);  // What it takes is also in `working_bytes` of working_memory.py.
   Part& part(int piece, int split) {
     const int64_t index = static_cast<int64_t>(piece) * splits_max + split;
     return *reinterpret_cast<Part*>(parts.get() + index * part_bytes(m.head_dim));
