@@ -142,5 +142,5 @@ lock: $(VENV)/everything.stamp
 	@mv $(VENV)/lock.new requirements.lock
 
 clean:
-	rm -rf $(VENV) $(AUTO_GPTQ) engine/device/native/lib $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AUTO_GPTQ) engine/device/native/lib engine/device/native/lib-sanitized $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,6 @@ the speed of an answer must not tell what somebody else was told.
 """
 
 from collections import OrderedDict, deque
-from typing import Protocol
 
 import msgspec
 
@@ -36,20 +35,8 @@ class Draft(msgspec.Struct, frozen=True):
 NO_DRAFT = Draft([], [], 0)
 
 
-class Drafter(Protocol):
-    """Whatever can guess how one sequence goes on: one object for each sequence; a draft model fits as well."""
-
-    def read(self, tokens: list[int], tokens_max: int) -> int:
-        """Take in what `tokens` (prompt and output) has more than the last time, at most so many; returns how many."""
-        ...
-
-    def draft(self, count: int) -> Draft:
-        """At most `count` tokens that may follow what was read."""
-        ...
-
-
 class OwnText:
-    """Implements `Drafter`: the sequence's own tokens."""
+    """The sequence's own tokens."""
 
     def __init__(self) -> None:
         self._automaton = SuffixAutomaton()
@@ -112,7 +99,7 @@ class Outputs:
 
 
 class OthersText:
-    """Implements `Drafter`: the outputs of the sequence's tenant."""
+    """The outputs of the sequence's tenant."""
 
     def __init__(self, outputs: Outputs) -> None:
         self._outputs = outputs

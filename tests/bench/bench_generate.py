@@ -151,7 +151,12 @@ def main() -> None:
         arguments.model = Store(data_dir("", dict(os.environ))).pull(DEFAULT_MODEL).path
     dtype = choose_dtype(arguments.dtype)
     options = EngineOptions(
-        model=str(arguments.model), model_name="bench", listen="", dtype=arguments.dtype, kv_memory_bytes=1 << 29
+        model=str(arguments.model),
+        model_name="bench",
+        listen="",
+        dtype=arguments.dtype,
+        quantization="none",
+        kv_memory_bytes=1 << 29,
     )
     runner = Runner.load(options)
     model = _load_theirs(arguments.model, dtype)

@@ -32,7 +32,8 @@ from engine.config import EngineOptions
 from engine.device.runner import Runner
 from tests.torch.tiny import generate
 model, kv_bytes = sys.argv[1:]
-runner = Runner.load(EngineOptions(model=model, model_name="m", listen="", kv_memory_bytes=int(kv_bytes)))
+options = EngineOptions(model=model, model_name="m", listen="", quantization="none", kv_memory_bytes=int(kv_bytes))
+runner = Runner.load(options)
 generate(runner, range(100, 300), 4)
 status = Path("/proc/self/status").read_text()
 print(runner.facts.weights.label, int(status.partition("VmRSS:")[2].split()[0]) * 1024)

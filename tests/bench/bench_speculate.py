@@ -260,7 +260,7 @@ def main() -> None:
         arguments.model = Store(data_dir("", dict(os.environ))).pull(DEFAULT_MODEL).path
     with TemporaryDirectory() as folder:
         model, draft = models_of(arguments, Path(folder))
-        packed = str(Path(folder, "packed"))  # which both sides map
+        packed = str(Path(folder, "packed"))
         plain = msgspec.structs.replace(options_of(arguments), model=str(model), packed_directory=packed)
         guessing = msgspec.structs.replace(plain, drafts_max=arguments.drafts_max, draft_model=str(draft or ""))
         sides = [Side(plain), Side(guessing)]

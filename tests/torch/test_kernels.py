@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.device.batch import Batch, BatchBuilder
+from engine.device.batch import Batch, BatchBuilder, Group
 from engine.device.kernels import Kernels
 from engine.device.kernels.reference import ReferenceKernels
-from engine.device.kernels.torch_fast import TorchFastKernels, _spans
+from engine.device.kernels.torch_fast import TorchFastKernels, _attend_group, _spans
 from engine.device.kv import FloatLayer
 from engine.plan import Slice, StepPlan
 from quant.formats.architecture import Rope
@@ -267,3 +267,31 @@ def test_spans_give_each_thread_whole_rows() -> None:
                     count = stop - start
                     shares = min(threads, -(-count * columns // 32768))
                     assert count % max(1, shares) == 0
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_lone_sequence_is_attended_to_as_in_company(kv_heads: int) -> None:
+    """
+    Also with one key head, where torch has a single task and would cut that up for its threads.
+
+    Then some two in a thousand of such calls would differ, each in a few elements by one rounding.
+    """
+    sequences, rows, keys, head_dim = 6, 16, 16, 64
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for seed in range(1200):
+            generator = torch.Generator().manual_seed(seed)
+            queries = torch.randn(sequences, kv_heads * rows * head_dim, generator=generator).bfloat16()
+            pairs = torch.randn(sequences, keys, 2, kv_heads, head_dim, generator=generator).bfloat16()
+            mask = torch.zeros(sequences, 1, 1, keys).bfloat16()
+            mask[:, :, :, 1 + seed % keys :] = float("-inf")
+            found = []
+            for count in (1, sequences):
+                group = Group(0, count, 1, 1, 1, torch.arange(count), 1, torch.arange(rows), {0: mask[:count]})
+                out = torch.empty(count, queries.shape[1], dtype=torch.bfloat16)
+                _attend_group(queries[:count], pairs[:count], group, mask[:count], out)
+                found.append(out[0])
+            assert torch.equal(*found), seed
+    finally:
+        torch.set_num_threads(before)

@@ -130,7 +130,10 @@ def _attend_group(queries: Tensor, pairs: Tensor, group: Group, mask: Tensor, ou
     rows = folded.shape[2]
     if rows % QUERY_TILE:
         folded = folded.index_select(2, group.query_rows)
-    attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask).narrow(2, 0, rows)
+    if n * kv_heads == 1:
+        # Alone it would not be handed to a thread, and its inner products be cut up for all of them, with other sums.
+        folded, keys, values, mask = (x.expand(2, -1, -1, -1) for x in (folded, keys, values, mask))
+    attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)[:n].narrow(2, 0, rows)
     if t == 1:
         out.view(n, kv_heads, -1, head_dim).copy_(attended)
         return

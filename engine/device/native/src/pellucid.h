@@ -2,7 +2,7 @@
 // `pl_layout` lets it check that both agree.
 //
 // Memory belongs to the caller and must outlive the model; all pointers to packed weights are aligned to 64 bytes.
-// Sizes that end in `_padded` are multiples of 64 with zeros in the rest, so that no loop needs a tail.
+// Sizes that end in `_padded` are multiples of 64 with zeros in the rest, so that no product needs a tail.
 #pragma once
 #include <stdint.h>
 

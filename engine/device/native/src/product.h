@@ -165,10 +165,10 @@ struct Int4AsymmetricEntry {
   using Type = Int4Kernel;
   static constexpr Type value = dot_int4<R, true>;
 };
-static const Table<kRowsInt8, Int8Entry> int8_kernels;
-static const Table<kRowsInt8, Bf16Entry> bf16_kernels;
-static const Table<kRowsFloat, Int4Entry> int4_kernels;
-static const Table<kRowsFloat, Int4AsymmetricEntry> int4_asymmetric_kernels;
+static const Table<kRows, Int8Entry> int8_kernels;
+static const Table<kRows, Bf16Entry> bf16_kernels;
+static const Table<kRowsInt4, Int4Entry> int4_kernels;
+static const Table<kRowsInt4, Int4AsymmetricEntry> int4_asymmetric_kernels;
 
 inline int64_t int4_group_bytes(int group, bool asymmetric) { return group * 16 + (asymmetric ? 128 : 64); }
 
@@ -193,7 +193,7 @@ struct Rows {
   }
 };
 
-constexpr int kRowsMost = kRowsInt8 > kRowsFloat ? kRowsInt8 : kRowsFloat;
+constexpr int kRowsMost = kRows > kRowsInt4 ? kRows : kRowsInt4;
 
 // `take(row, channel, y0, y1)` gets 32 outputs of a row at a time, for the tiles of this share of the channels.
 template <class Take>
@@ -202,7 +202,7 @@ inline void product(const pl_weight& weight, const Rows& a, int rows, int share,
   const int first = static_cast<int>(static_cast<int64_t>(tiles) * share / shares);
   const int stop = static_cast<int>(static_cast<int64_t>(tiles) * (share + 1) / shares);
   const int64_t bytes = tile_bytes(weight.form, weight.ins, weight.group, weight.asymmetric != 0);
-  const int most = weight.form == PL_INT4 ? kRowsFloat : kRowsInt8;
+  const int most = weight.form == PL_INT4 ? kRowsInt4 : kRows;
   alignas(64) int32_t sums[kRowsMost * PL_TILE];
   alignas(64) float values[kRowsMost * PL_TILE];
   int32_t start[kRowsMost];

@@ -23,6 +23,7 @@ namespace pl {
 
 constexpr int kRowsShared = 16;  // from so many rows for each thread on, rows are shared and not channels
 constexpr int kRowsAlone = 2;    // up to so many rows, every thread rounds all
+constexpr int kPiecesSplit = 4;  // pieces of attention for each thread, below which they are split by keys
 constexpr int kSpins = 2000;     // looks at a barrier before the processor is given to somebody else
 
 class Barrier {
@@ -157,7 +158,7 @@ inline Model::Model(const pl_model& model, int rows_max_)
       shared(rows_max_, stride, widest / 32),
       row_scratch(memory<float>(int64_t{2} * model.threads * widest)),
       attention(memory<AttentionScratch>(model.threads)),
-      parts(memory<uint8_t>(int64_t{4} * model.threads * splits_max * part_bytes(model.head_dim))),
+      parts(memory<uint8_t>(int64_t{kPiecesSplit} * model.threads * splits_max * part_bytes(model.head_dim))),
       best_values(memory<float>(int64_t{model.threads} * rows_max_ * 16)),
       least_values(memory<float>(int64_t{model.threads} * rows_max_ * 16)),
       best_ids(memory<int32_t>(int64_t{model.threads} * rows_max_ * 16)),
@@ -342,7 +343,7 @@ class Worker {
   void attend_in(int index) {
     const int pieces = static_cast<int>(p.tiles.size()) * e.m.kv_heads * e.head_tiles;
     int splits = 1;
-    if (pieces < 4 * threads_) {
+    if (pieces < kPiecesSplit * threads_) {
       int furthest = 0;
       for (const Tile& tile : p.tiles) furthest = std::max(furthest, p.positions[tile.row + tile.count - 1]);
       splits = furthest / PL_SPLIT + 1;

@@ -15,8 +15,8 @@ struct Ints {
   __m256i a, b;
 };
 
-constexpr int kRowsInt8 = 3;  // rows of a tile: 12 of the 16 registers
-constexpr int kRowsFloat = 2;
+constexpr int kRows = 3;  // rows of a tile: 12 of the 16 registers
+constexpr int kRowsInt4 = 2;
 constexpr int kQueries = 3;
 constexpr int kKeyBlocks = 2;
 constexpr int kDotOffset = 0;
@@ -77,7 +77,6 @@ inline void store_ints(int32_t* p, Ints v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), v.b);
 }
 inline Ints all_ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-inline Ints add_ints(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline Ints mul_ints(Ints x, Ints y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
 inline __m256i larger8(__m256i magnitude, __m256 x) {
   return _mm256_max_epi32(magnitude, _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff)));

@@ -18,8 +18,8 @@ namespace pl {
 using Floats = __m512;  // 16 float32
 using Ints = __m512i;   // 16 int32
 
-constexpr int kRowsInt8 = 12;    // rows of a tile of the int8 product: 24 accumulators
-constexpr int kRowsFloat = 6;    // of the products that keep float sums beside
+constexpr int kRows = 12;        // rows of a tile of the int8 product: 24 accumulators
+constexpr int kRowsInt4 = 6;     // of the products that keep float sums beside
 constexpr int kQueries = 6;      // query vectors of a tile of attention
 constexpr int kKeyBlocks = 4;    // key blocks of 16 that share it
 constexpr int kDotOffset = 128;  // what `dot_u8` leaves in the sum for each unit of the signed side
