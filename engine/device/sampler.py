@@ -5,8 +5,8 @@ From logits to tokens.
     -> temperature (0: argmax) -> top_k -> top_p -> min_p -> inverse of the cumulative distribution at its uniform
 
 Equal logits go to the lowest id, everywhere.  Probabilities are float64 here and float32 in the native draw; every sum
-runs inside one row in one order, so a row's token does not depend on the others.  Where something has to be sorted, only the head of the distribution is:
-a candidate list is always a prefix of "most likely first, then lowest id".
+runs inside one row in one order, so a row's token does not depend on the others.  Where something has to be sorted,
+only the head of the distribution is: a candidate list is always a prefix of "most likely first, then lowest id".
 """
 
 import math
