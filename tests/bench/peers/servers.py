@@ -146,7 +146,7 @@ def _free_port() -> int:
 
 PELLUCID = "Pellucid"
 LLAMA_FLAGS = "-fa on -np 32 -c 65536 --cache-ram 0"
-"""The best that were found for two threads; -t and -tb are added."""
+"""Reasoned, not searched (`--try-flags` tries others beside them); -t and -tb are added."""
 
 
 def known(peers: Path, model: Path, quantized: Mapping[str, Path], *, threads: int, llama_flags: str) -> list[Server]:
