@@ -172,7 +172,7 @@ def test_keys_and_values_in_8_bits(kv_dtype: str, source: Path) -> None:
     assert runner.facts.reproducible
     assert runner.facts.fingerprint != load(source, dtype="bfloat16").facts.fingerprint
     error = _error(logits(runner, PROMPT), logits(load(source, dtype="bfloat16"), PROMPT))
-    assert 0 < error < {"int8": 0.04, "fp8": 0.15}[kv_dtype]
+    assert 0 < error < {"int8": 0.08, "fp8": 0.15}[kv_dtype]  # random models: int8 0.02 to 0.065, whichever the kernels
     prompts = [PROMPT[:count] for count in (1, 5, 33)]
     assert generate_all(runner, prompts, 10) == [generate(runner, prompt, 10) for prompt in prompts]
 
