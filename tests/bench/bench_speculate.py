@@ -107,7 +107,7 @@ class Side:
             while waiting and running < streams:
                 self._scheduler.apply(waiting.pop(0), began_ns)
                 running += 1
-            outcome = self._step(began_ns)
+            outcome = self._step()
             for delta in outcome.deltas:
                 said[delta.request_id] += delta.tokens
                 running -= delta.finish is not None
@@ -123,12 +123,12 @@ class Side:
         score.answers = {name: tuple(tokens) for name, tokens in said.items()}
         return score
 
-    def _step(self, now_ns: int) -> Outcome:
+    def _step(self) -> Outcome:
         if self._drafter is not None:
             wishes = self._scheduler.wishes()
             if wishes.slices:
                 self._scheduler.drafted(wishes, self._drafter.draft(wishes))
-        plan = self._scheduler.plan(now_ns)
+        plan = self._scheduler.plan(time.monotonic_ns())  # guesses are no part of the step
         return self._scheduler.commit(plan, self.runner.run(plan), time.monotonic_ns())
 
 
