@@ -20,10 +20,10 @@ from typing import Protocol
 
 import msgspec
 
+from engine.speculate import CHANCE_MAX, ROW_MIN, ROWS_MORE_MAX
 from engine.step_costs import KNOWN, SLOW_MAX, StepCosts
 
 GAIN_MIN = 0.05  # of tokens per second, over drafts from texts alone
-ROWS_MORE_MAX = 64  # guessed tokens of one step
 READ_ROWS_MAX = 256  # of one step: the others wait meanwhile
 READY_ROWS = 16  # so many unread tokens need no justification
 FIRST_PASS = 0.3  # of a step's cost: what a pass is expected to take before there was one
@@ -32,13 +32,11 @@ FIRST_WEIGHT = 8.0
 RATE_FADE = 0.995  # of what was learned of all sequences, per guess
 OWN_WEIGHT = 6.0  # how many guesses for one sequence outweigh what is known of all
 OWN_FADE = 0.96
-CHANCE_MAX = 0.98
 INCOME_SHARE = 0.01  # of each step's time: what trials may cost in the long run
 BALANCE_STEPS_MAX = 64  # steps that the account may hold: enough to read a long prompt and see
 DEBT_STEPS_MAX = 16  # that it may owe before nothing is guessed; twice that is the most that is remembered
 START_STEPS = 10  # that it holds at first: a short prompt
 CONTROL_STEPS = 24  # with guesses, after which there is one without: what would it take today?
-ROW_MIN = 0.01  # of a step's cost that a row more has at least, whatever was measured
 LOOK_STEPS = 4  # between two looks, where nothing would have paid
 TRIAL_STEPS = 48  # between two trials
 TRIAL_COUNT = 4  # guesses of one

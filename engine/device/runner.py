@@ -196,7 +196,7 @@ def _working_bytes(form: Form, options: EngineOptions) -> int:
     if form.native is None:
         return 0
     a = form.checkpoint.architecture
-    context_max = options.context_max or a.context_max
+    context_max = _context_max(a, options.context_max)
     rows_max = min(options.tokens_step_max, context_max)
     return working_bytes(a, threads=options.threads or threads(), rows_max=rows_max, context_max=context_max)
 

@@ -73,37 +73,38 @@ def test_the_best_that_there_is(installed: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("choice", "usable", "reason"),
+    ("error", "choice", "usable", "reason"),
     [
-        ("torch", ("avx2",), "PELLUCID_KERNELS=torch asks for the decoder in torch"),
-        ("", (), "the native kernels need a processor with AVX2"),
-        ("", ("avx2",), "no native kernels: they were not built: install Pellucid again"),
+        (Unavailable, "torch", ("avx2",), "PELLUCID_KERNELS=torch asks for the decoder in torch"),
+        (Unavailable, "", (), "the native kernels need a processor with AVX2"),
+        (Unavailable, "", ("avx2",), "no native kernels: they were not built: install Pellucid again"),
+        # What is forced and cannot be had is refused, not answered with something slower.
+        (
+            ModelError,
+            "sse",
+            ("avx2",),
+            "PELLUCID_KERNELS=sse is not known: choose avx512-bf16, avx512-vnni, avx2 or torch",
+        ),
+        (
+            ModelError,
+            "avx512-bf16",
+            ("avx2",),
+            "PELLUCID_KERNELS=avx512-bf16 is not for this processor, which has avx2",
+        ),
+        (ModelError, "avx2", (), "PELLUCID_KERNELS=avx2 is not for this processor, which has none of them"),
     ],
 )
 def test_why_there_are_none(
-    choice: str, usable: tuple[str, ...], reason: str, installed: Path, monkeypatch: pytest.MonkeyPatch
+    error: type[Exception],
+    choice: str,
+    usable: tuple[str, ...],
+    reason: str,
+    installed: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(library, "instruction_sets", lambda: usable)
     monkeypatch.setenv(CHOICE, choice)
-    with pytest.raises(Unavailable, match=f"^{re.escape(reason)}$"):
-        available()
-
-
-@pytest.mark.parametrize(
-    ("choice", "usable", "reason"),
-    [
-        ("sse", ("avx2",), "PELLUCID_KERNELS=sse is not known: choose avx512-bf16, avx512-vnni, avx2 or torch"),
-        ("avx512-bf16", ("avx2",), "PELLUCID_KERNELS=avx512-bf16 is not for this processor, which has avx2"),
-        ("avx2", (), "PELLUCID_KERNELS=avx2 is not for this processor, which has none of them"),
-    ],
-)
-def test_what_is_forced_and_cannot_be_had_is_refused(
-    choice: str, usable: tuple[str, ...], reason: str, installed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not answered with something slower."""
-    monkeypatch.setattr(library, "instruction_sets", lambda: usable)
-    monkeypatch.setenv(CHOICE, choice)
-    with pytest.raises(ModelError, match=f"^{re.escape(reason)}$"):
+    with pytest.raises(error, match=f"^{re.escape(reason)}$"):
         available()
 
 
