@@ -17,7 +17,12 @@ class Misconfigured(CacheError):
 
 
 class Unavailable(CacheError):
-    """No answer that can be relied on.  The command may have run all the same."""
+    """No answer that can be relied on."""
+
+    def __init__(self, reason: str, *, maybe_ran: bool = False) -> None:
+        super().__init__(reason)
+        self.maybe_ran = maybe_ran
+        """Whether the server may have done what it was asked to do."""
 
 
 class NotAllowed(CacheError):

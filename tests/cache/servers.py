@@ -160,3 +160,28 @@ def cluster(directory: Path, *, nodes: int = 3) -> Iterator[list[Server]]:
 def _whole(server: Server, nodes: int) -> bool:
     info = server.ask("CLUSTER", "INFO").decode()
     return "cluster_state:ok" in info and f"cluster_known_nodes:{nodes}" in info
+
+
+def certificate(directory: Path) -> Path | None:
+    """A key and a self-signed certificate for 127.0.0.1 in one file; None without openssl."""
+    if shutil.which("openssl") is None:
+        return None
+    pem = directory / "pem"
+    kind = ("-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    name = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
+    files = ("-keyout", str(pem), "-out", f"{pem}.crt")
+    subprocess.run(["openssl", "req", *kind, *name, *files], check=True, capture_output=True)
+    with pem.open("ab") as both:
+        both.write(Path(f"{pem}.crt").read_bytes())
+    return pem
+
+
+@contextlib.contextmanager
+def with_tls(directory: Path, pem: Path) -> Iterator[str]:
+    """Debian's Redis behind TLS, and its URL; the plain port is for the question whether it is up."""
+    assert REDIS_SERVER is not None
+    plain, tls = free_port(), free_port()
+    options = ("--port", str(plain), "--tls-port", str(tls), "--tls-auth-clients", "no", "--save", "")
+    files = ("--tls-cert-file", str(pem), "--tls-key-file", str(pem), "--tls-ca-cert-file", str(pem))
+    with running((REDIS_SERVER, "--bind", "127.0.0.1", *options, *files), ("127.0.0.1", plain)):
+        yield f"rediss://127.0.0.1:{tls}"

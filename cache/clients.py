@@ -1,0 +1,63 @@
+"""
+From a URL to redis-py's client for it: no retries, and short waits for connecting.
+"""
+
+from typing import Any, cast  # Any: redis-py's constructors take dozens of keywords of many types.
+
+from redis.asyncio import Redis
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+from cache.redis_url import RedisUrl
+
+CONNECT_TIMEOUT_MS = 100
+COMMAND_TIMEOUT_MS = 100
+
+
+def client_of(url: RedisUrl, connections_max: int) -> tuple[Redis | RedisCluster, Sentinel | None]:
+    """
+    A client without retries, and the sentinels that it asks.
+
+    Protocol 2 and no driver's name: a new connection needs no round trip before its first command, but for a password.
+    """
+    timeout_s = CONNECT_TIMEOUT_MS / 1000
+    common: dict[str, Any] = {
+        "username": url.username or None,
+        "password": url.password or None,
+        "max_connections": connections_max,
+        "socket_connect_timeout": timeout_s,
+        "protocol": 2,
+        "driver_info": None,
+    }
+    single: dict[str, Any] = {"retry": _no_retry(), "socket_timeout": None, "db": url.db}  # `_within` has the time
+    if url.kind == "unix":
+        pool = ConnectionPool(connection_class=UnixDomainSocketConnection, path=url.path, **common, **single)
+        return Redis.from_pool(pool), None
+    tls: dict[str, Any] = dict(url.ssl)
+    if tls.get("ssl_cert_reqs") == "none":
+        tls["ssl_check_hostname"] = False
+    if url.kind == "single":
+        host, port = url.hosts[0]
+        kind = SSLConnection if url.tls else Connection
+        pool = ConnectionPool(connection_class=kind, host=host, port=port, **common, **single, **tls)
+        return Redis.from_pool(pool), None
+    # These two must see a node's silence themselves, to look for another one.
+    common["socket_timeout"] = COMMAND_TIMEOUT_MS / 1000
+    if url.tls:
+        tls["ssl"] = True
+    if url.kind == "cluster":
+        nodes = [ClusterNode(host, port) for host, port in url.hosts]
+        return RedisCluster(startup_nodes=nodes, retry=_no_retry(), **common, **tls), None
+    sentinel_kwargs = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "retry": _no_retry(), **tls}
+    if url.sentinel_password:
+        sentinel_kwargs["password"] = url.sentinel_password
+    sentinel = Sentinel(url.hosts, sentinel_kwargs=sentinel_kwargs)
+    master = sentinel.master_for(url.service, retry=_no_retry(), db=url.db, **common, **tls)
+    return cast(Redis, master), sentinel
+
+
+def _no_retry() -> Retry:
+    return Retry(NoBackoff(), 0)
