@@ -6,7 +6,7 @@ from typing import Any, cast  # Any: redis-py's constructors take dozens of keyw
 
 from redis.asyncio import Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
-from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import ConnectionPool, RedisSSLContext, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
@@ -15,6 +15,16 @@ from cache.redis_url import RedisUrl
 
 CONNECT_TIMEOUT_MS = 100
 COMMAND_TIMEOUT_MS = 100
+TLS_CONNECT_TIMEOUT_MS = 800
+"""A request still waits no longer than for a command: this is for the probe, when a handshake takes its time."""
+
+
+class _TlsConnection(SSLConnection):
+    """All connections share one context: making one reads the system's certificates and stops the event loop for it."""
+
+    def __init__(self, *, shared: RedisSSLContext, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.ssl_context = shared
 
 
 def client_of(url: RedisUrl, connections_max: int) -> tuple[Redis | RedisCluster, Sentinel | None]:
@@ -28,7 +38,7 @@ def client_of(url: RedisUrl, connections_max: int) -> tuple[Redis | RedisCluster
         "username": url.username or None,
         "password": url.password or None,
         "max_connections": connections_max,
-        "socket_connect_timeout": timeout_s,
+        "socket_connect_timeout": TLS_CONNECT_TIMEOUT_MS / 1000 if url.tls else timeout_s,
         "protocol": 2,
         "driver_info": None,
     }
@@ -41,8 +51,9 @@ def client_of(url: RedisUrl, connections_max: int) -> tuple[Redis | RedisCluster
         tls["ssl_check_hostname"] = False
     if url.kind == "single":
         host, port = url.hosts[0]
-        kind = SSLConnection if url.tls else Connection
-        pool = ConnectionPool(connection_class=kind, host=host, port=port, **common, **single, **tls)
+        if url.tls:
+            single |= tls | {"shared": SSLConnection(**tls).ssl_context, "connection_class": _TlsConnection}
+        pool = ConnectionPool(host=host, port=port, **common, **single)
         return Redis.from_pool(pool), None
     # These two must see a node's silence themselves, to look for another one.
     common["socket_timeout"] = COMMAND_TIMEOUT_MS / 1000

@@ -25,7 +25,7 @@ async def proxy(valkey: Server, tmp_path: Path) -> AsyncIterator[Proxy]:
 
 
 async def test_a_storm_of_cancels_mixes_up_no_replies(proxy: Proxy, open_store: OpenStore) -> None:
-    store = open_store(f"unix://{proxy.path}", connections_max=4, command_timeout_ms=5000)
+    store = open_store(f"unix://{proxy.path}", connections_max=4)
     proxy.delay_s = 0.001
     choose = random.Random(1)
     left = 0
@@ -87,7 +87,7 @@ async def test_redis_py_drops_the_connection_of_a_cancelled_command(proxy: Proxy
 
 
 async def test_held_back_replies_are_dropped_and_not_delivered_later(proxy: Proxy, open_store: OpenStore) -> None:
-    store = open_store(f"unix://{proxy.path}", connections_max=1, probe_interval_ms=5)
+    store = open_store(f"unix://{proxy.path}", connections_max=1, probe_interval_ms=5, command_timeout_ms=100)
     await store.run(SAY, ["x:{x}"], ["warm"])
     proxy.passing.clear()
     for number in range(3):

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio.cluster import RedisCluster
 
 from cache.breaker import NS_PER_S, Breaker
-from cache.clients import client_of
+from cache.clients import COMMAND_TIMEOUT_MS, client_of
 from cache.connection import Script, Store
 from cache.embedded import server_binary
 from cache.errors import Unavailable
@@ -66,7 +66,7 @@ async def test_no_server_is_unavailable_and_comes_back_by_itself(tmp_path: Path,
 async def test_a_frozen_server_costs_a_few_requests_100_ms_and_the_rest_nothing(
     own_valkey: Server, open_store: OpenStore
 ) -> None:
-    store = open_store(own_valkey.url, probe_interval_ms=20)
+    store = open_store(own_valkey.url, probe_interval_ms=20, command_timeout_ms=COMMAND_TIMEOUT_MS)
     await echo(store, "warm")
     own_valkey.freeze()
     waits_s: list[float] = []
