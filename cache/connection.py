@@ -116,7 +116,7 @@ class Store:
             raise Unavailable(f"{COMMANDS_MAX} commands are waiting already")
         task = asyncio.create_task(self._run(script, keys, args))
         self._commands.add(task)
-        task.add_done_callback(self._commands.discard)
+        task.add_done_callback(self._ended)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -137,6 +137,11 @@ class Store:
             await self._client.nodes_manager.aclose("startup_nodes")
         if self._sentinel is not None:
             await self._sentinel.aclose()
+
+    def _ended(self, task: asyncio.Task[list[bytes]]) -> None:
+        self._commands.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at, so that asyncio does not complain where the caller has left
 
     async def _run(self, script: Script, keys: Sequence[str], args: Sequence[str]) -> list[bytes]:
         words = (str(len(keys)), *keys, *args)
