@@ -27,13 +27,15 @@ class _TlsConnection(SSLConnection):
         self.ssl_context = shared
 
 
-def client_of(url: RedisUrl, connections_max: int) -> tuple[Redis | RedisCluster, Sentinel | None]:
+def client_of(
+    url: RedisUrl, connections_max: int, connect_timeout_ms: int = CONNECT_TIMEOUT_MS
+) -> tuple[Redis | RedisCluster, Sentinel | None]:
     """
     A client without retries, and the sentinels that it asks.
 
     Protocol 2 and no driver's name: a new connection needs no round trip before its first command, but for a password.
     """
-    timeout_s = CONNECT_TIMEOUT_MS / 1000
+    timeout_s = connect_timeout_ms / 1000
     common: dict[str, Any] = {
         "username": url.username or None,
         "password": url.password or None,

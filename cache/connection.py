@@ -21,7 +21,7 @@ from redis.asyncio.cluster import RedisCluster
 from redis.exceptions import NoScriptError, RedisClusterException, RedisError
 
 from cache.breaker import Breaker
-from cache.clients import COMMAND_TIMEOUT_MS, client_of
+from cache.clients import COMMAND_TIMEOUT_MS, CONNECT_TIMEOUT_MS, client_of
 from cache.errors import Unavailable
 from cache.redis_url import RedisUrl
 from telemetry import clock
@@ -65,6 +65,7 @@ class Store:
         url: RedisUrl,
         *,
         connections_max: int = CONNECTIONS_MAX,
+        connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
         command_timeout_ms: int = COMMAND_TIMEOUT_MS,
         probe_interval_ms: int = PROBE_INTERVAL_MS,
         breaker: Breaker | None = None,
@@ -73,7 +74,7 @@ class Store:
         """Set while the breaker is closed."""
         self.up.set()
         self._url = url
-        self._client, self._sentinel = client_of(url, connections_max)
+        self._client, self._sentinel = client_of(url, connections_max, connect_timeout_ms)
         self._command_timeout_s = command_timeout_ms / 1000
         self._probe_interval_s = probe_interval_ms / 1000
         self._breaker = breaker or Breaker()

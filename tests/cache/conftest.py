@@ -56,7 +56,7 @@ async def open_store() -> AsyncIterator[OpenStore]:
     stores: list[Store] = []
 
     def make(url: str, **options: int) -> Store:
-        options.setdefault("command_timeout_ms", 5000)  # the machine may be busy; what is about the deadline says so
+        options = {"connect_timeout_ms": 5000, "command_timeout_ms": 5000} | options  # the machine may be busy
         stores.append(Store(parse_redis_url(url), **options))  # type: ignore[arg-type]  # all of these are numbers
         return stores[-1]
 

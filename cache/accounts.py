@@ -1,0 +1,84 @@
+"""
+Whose limits hold for a request: its key, the key's tenant, the tenant's organisation.
+
+An organisation's name is the hash tag of all that its requests touch: one script reaches all levels on a cluster too.
+"""
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+
+from cache.errors import NotAllowed
+
+LIMIT_MAX = 10**15
+"""Beyond any real limit, and small enough for Lua's doubles to be exact."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+Limit = Annotated[int, msgspec.Meta(ge=0, le=LIMIT_MAX)] | None
+Policy = Literal["local", "closed", "open"]
+"""What a request gets while the server is away: a share of its limits in each worker, a 503, or everything."""
+LevelName = Literal["organisation", "tenant", "key"]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """None: no limit; 0: nothing at all."""
+
+    requests_per_minute: Limit = None
+    tokens_per_minute: Limit = None
+    concurrent: Limit = None
+    spend_micros_per_day: Limit = None
+    """Millionths of the currency that prices are in; a day is one of UTC."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is limited."""
+        return self != Limits()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """As limits.lua takes them."""
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.concurrent, self.spend_micros_per_day)
+        return tuple("-1" if limit is None else str(limit) for limit in limits)
+
+
+class Level(msgspec.Struct, frozen=True):
+    """One of the three, and its limits."""
+
+    name: LevelName
+    id: str
+    limits: Limits
+
+
+class Account(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a request is held against."""
+
+    organisation: str
+    levels: tuple[Level, ...]
+    """Widest first."""
+    policy: Policy = "local"
+
+    @property
+    def limited(self) -> tuple[Level, ...]:
+        """The levels that limit anything."""
+        return tuple(level for level in self.levels if level.limits.any)
+
+    def estimate_tokens(self, *, prompt_tokens: int, asked_tokens: int | None, default_tokens: int) -> int:
+        """
+        What to reserve for a request.
+
+        Without a maximum of the client's own it is capped at the smallest bucket: else a small key could never ask.
+        """
+        if asked_tokens is not None:
+            return prompt_tokens + min(asked_tokens, default_tokens)
+        buckets = [level.limits.tokens_per_minute for level in self.levels]
+        smallest = min((bucket for bucket in buckets if bucket is not None), default=prompt_tokens + default_tokens)
+        return min(prompt_tokens + default_tokens, max(prompt_tokens, smallest))
+
+
+def check_name(name: str, what: str) -> str:
+    """A name that may stand in a key of the server.  Raises NotAllowed."""
+    if not NAME.fullmatch(name):
+        raise NotAllowed(
+            f"{what}: 1 to 64 letters, digits, dots, dashes and underscores, beginning with a letter or digit"
+        )
+    return name

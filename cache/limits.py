@@ -1,0 +1,303 @@
+"""
+Admission: reserve before a request runs, renew while it runs, settle when it has ended, exactly once.
+
+    reserve --> Refusal                                      nothing is written anywhere
+            --> Reservation --renew, every RENEW_S--> ... --settle or refund--> gone
+
+On the server (limits.lua) a reservation is a key that settling deletes.  What cannot be settled because the server is
+away is owed: it is kept here, within a bound, and paid when the server is back.  Paying twice does no harm, so whatever
+is in doubt is owed: also a reservation whose caller was cancelled, or whose reply never came.
+"""
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from cache.accounts import LIMIT_MAX, Account, Level
+from cache.connection import Script, Store
+from cache.errors import Unavailable
+from cache.local import LocalLimits
+from telemetry import clock
+from telemetry.logs import get_logger
+
+SCRIPT = Script(Path(__file__).with_name("limits.lua").read_text(encoding="utf-8"))
+LEASE_S = 30.0
+RENEW_S = 10.0
+OWED_MAX = 10_000
+PAY_RETRY_S = 1.0
+Kind = Literal["requests", "tokens", "concurrent", "spend"]
+Source = Literal["server", "local", "open", "unlimited"]
+_log = get_logger("pellucid.cache")
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The tightest of the levels, for the `x-ratelimit-*` headers; None where nothing is limited."""
+
+    requests_limit: int | None = None
+    requests_remaining: int | None = None
+    requests_reset_ms: int | None = None
+    """Until all are there again."""
+    tokens_limit: int | None = None
+    tokens_remaining: int | None = None
+    tokens_reset_ms: int | None = None
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Not now, or never."""
+
+    level: Level
+    limit: Kind
+    retry_after_ms: int
+    """When it would be admitted if nobody else came; 0 if never."""
+    can_succeed: bool
+    """Whether the same request may ever be admitted."""
+    figures: Figures
+    source: Source
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that may run."""
+
+    id: str
+    account: Account
+    tokens: int
+    micros: int
+    figures: Figures
+    source: Source
+    """Whose word it is: anything but `server` and `unlimited` is degraded."""
+
+
+class _Settlement(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    account: Account
+    tokens: int = 0
+    micros: int = 0
+    whole: bool = False
+
+
+class Limiter:
+    """One worker's way to the limit book."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        workers: int = 1,
+        worker: int = 0,
+        lease_s: float = LEASE_S,
+        script: Script = SCRIPT,
+        now_ns: Callable[[], int] = clock.now_ns,
+        new_id: Callable[[], str] = lambda: secrets.token_hex(12),
+    ) -> None:
+        self.forgotten = 0
+        """Settlements lost to the bound; their leases end by themselves and their estimates stay charged."""
+        self._store = store
+        self._script = script
+        self._lease_us = str(round(lease_s * 1e6))
+        self._now_ns = now_ns
+        self._new_id = new_id
+        self._local = LocalLimits(workers=workers, worker=worker)
+        self._running_here: set[str] = set()
+        self._owed: deque[_Settlement] = deque()
+        self._paying: asyncio.Task[None] | None = None
+
+    @property
+    def owed(self) -> int:
+        """Settlements that wait for the server."""
+        return len(self._owed)
+
+    async def reserve(self, account: Account, *, tokens: int, micros: int = 0) -> Reservation | Refusal:
+        """
+        Admit one request that will use about `tokens`, and cost about `micros`, or say why not.
+
+        Raises Unavailable: the server is away, and the account's policy is `closed`.
+        """
+        assert tokens >= 0 and micros >= 0
+        wanted = Reservation(
+            id=self._new_id(), account=account, tokens=tokens, micros=micros, figures=Figures(), source="unlimited"
+        )
+        if not account.limited:
+            return wanted
+        # Beyond every limit is beyond every limit: the script need not count so far.
+        args = self._args("reserve", account, min(tokens, LIMIT_MAX + 1), min(micros, LIMIT_MAX + 1))
+        back = _Settlement(id=wanted.id, account=account, whole=True)
+        try:
+            reply = await self._store.run(self._script, _keys(account, wanted.id), args, left=lambda: self._owe(back))
+        except Unavailable as error:
+            if error.maybe_ran:
+                self._owe(back)
+            return self._reserve_without_server(wanted, error)
+        figures = _figures(account.limited, [int(number) for number in reply[5:]])
+        if reply[0] == b"1":
+            return msgspec.structs.replace(wanted, figures=figures, source="server")
+        level = account.limited[int(reply[2]) - 1]
+        return _refusal(level, reply[3].decode(), int(reply[4]), figures, "server")
+
+    async def renew(self, reservation: Reservation) -> bool:
+        """Keep its slots for another while.  False: nobody knows it any more, which ends nothing."""
+        if reservation.source != "server":
+            return True
+        account = reservation.account
+        try:
+            reply = await self._store.run(self._script, _keys(account, reservation.id), self._args("renew", account))
+        except Unavailable:
+            return False
+        return reply[0] == b"1"
+
+    async def settle(self, reservation: Reservation, *, tokens: int, micros: int = 0) -> bool:
+        """
+        Charge what was used in place of what was reserved, and free the slots.
+
+        May be cancelled and may be called again: it happens once.  Returns whether it has happened now; False is also
+        the answer when it must wait for the server.
+        """
+        return await self._settle(reservation, tokens=tokens, micros=micros, whole=False)
+
+    async def refund(self, reservation: Reservation) -> bool:
+        """Give all of it back, the request too: it failed before its first token."""
+        return await self._settle(reservation, tokens=0, micros=0, whole=True)
+
+    async def aclose(self) -> None:
+        """Stop paying; what is still owed is forgotten."""
+        if self._paying is not None:
+            self._paying.cancel()
+            await asyncio.wait({self._paying})
+
+    # ---- with the server
+
+    async def _settle(self, reservation: Reservation, *, tokens: int, micros: int, whole: bool) -> bool:
+        assert tokens >= 0 and micros >= 0
+        if reservation.source != "server":
+            return self._settle_here(reservation, tokens, micros, whole=whole)
+        settlement = _Settlement(
+            id=reservation.id,
+            account=reservation.account,
+            tokens=min(tokens, LIMIT_MAX),
+            micros=min(micros, LIMIT_MAX),
+            whole=whole,
+        )
+        try:
+            return await self._pay(settlement, left=lambda: self._owe(settlement))
+        except Unavailable:
+            self._owe(settlement)
+            return False
+
+    async def _pay(self, settlement: _Settlement, *, left: Callable[[], None] | None = None) -> bool:
+        account = settlement.account
+        args = self._args("settle", account, settlement.tokens, settlement.micros, whole=settlement.whole)
+        reply = await self._store.run(self._script, _keys(account, settlement.id), args, left=left)
+        return reply[0] == b"1"
+
+    def _owe(self, settlement: _Settlement) -> None:
+        if len(self._owed) >= OWED_MAX:
+            self._owed.popleft()
+            self.forgotten += 1
+        self._owed.append(settlement)
+        if self._paying is None or self._paying.done():
+            self._paying = asyncio.create_task(self._pay_all(), name="pay what is owed")
+
+    async def _pay_all(self) -> None:
+        while self._owed:
+            await self._store.up.wait()
+            settlement = self._owed[0]
+            try:
+                await self._pay(settlement)
+            except Unavailable:
+                await asyncio.sleep(PAY_RETRY_S)
+                continue
+            if self._owed and self._owed[0] is settlement:  # else the bound has dropped it meanwhile
+                self._owed.popleft()
+        _log.debug("all that was owed is settled")
+
+    def _args(
+        self, operation: str, account: Account, tokens: int = 0, micros: int = 0, *, whole: bool = False
+    ) -> list[str]:
+        limits = [word for level in account.limited for word in level.limits.words]
+        return [operation, self._lease_us, str(tokens), str(micros), "1" if whole else "0", *limits]
+
+    # ---- without it
+
+    def _reserve_without_server(self, wanted: Reservation, error: Unavailable) -> Reservation | Refusal:
+        account = wanted.account
+        if account.policy == "closed":
+            raise error
+        if account.policy == "open":
+            return msgspec.structs.replace(wanted, source="open")
+        verdict, left = self._local.reserve(
+            account.organisation,
+            account.limited,
+            tokens=wanted.tokens,
+            micros=wanted.micros,
+            now_us=self._now_ns() // 1000,
+        )
+        numbers = [number for requests, tokens in left for number in (requests, -1, tokens, -1)]
+        figures = _figures(account.limited, numbers)
+        if not verdict.admitted:
+            return _refusal(account.limited[verdict.level], verdict.limit, verdict.wait_us, figures, "local")
+        self._running_here.add(wanted.id)
+        return msgspec.structs.replace(wanted, figures=figures, source="local")
+
+    def _settle_here(self, reservation: Reservation, tokens: int, micros: int, *, whole: bool) -> bool:
+        if reservation.id not in self._running_here:
+            return reservation.source == "unlimited"
+        self._running_here.discard(reservation.id)
+        self._local.settle(
+            reservation.account.organisation,
+            reservation.account.limited,
+            requests=-1 if whole else 0,
+            tokens=tokens - reservation.tokens,
+            micros=micros - reservation.micros,
+            now_us=self._now_ns() // 1000,
+        )
+        return True
+
+
+def _keys(account: Account, reservation_id: str) -> list[str]:
+    prefix = f"pellucid:{{{account.organisation}}}"
+    keys = []
+    for level in account.limited:
+        keys += [f"{prefix}:limits:{level.name}:{level.id}", f"{prefix}:leases:{level.name}:{level.id}"]
+    return [*keys, f"{prefix}:reservation:{reservation_id}"]
+
+
+def _refusal(level: Level, limit: str, wait_us: int, figures: Figures, source: Source) -> Refusal:
+    return Refusal(
+        level=level,
+        limit=msgspec.convert(limit, Kind),
+        retry_after_ms=max(0, -(-wait_us // 1000)),
+        can_succeed=wait_us >= 0,
+        figures=figures,
+        source=source,
+    )
+
+
+def _figures(levels: Sequence[Level], numbers: Sequence[int]) -> Figures:
+    """For each level `numbers` has: requests left, us until full, tokens left, us until full; -1: none, or unknown."""
+    requests, tokens = [], []
+    for index, level in enumerate(levels):
+        requests_left, requests_us, tokens_left, tokens_us = numbers[4 * index : 4 * index + 4]
+        if level.limits.requests_per_minute is not None:
+            requests.append((requests_left, -requests_us, level.limits.requests_per_minute))
+        if level.limits.tokens_per_minute is not None:
+            tokens.append((tokens_left, -tokens_us, level.limits.tokens_per_minute))
+    figures = Figures()
+    if requests:  # the least left, and of equals the one that is full last
+        left, us, limit = min(requests)
+        figures = msgspec.structs.replace(
+            figures, requests_limit=limit, requests_remaining=left, requests_reset_ms=_reset_ms(-us)
+        )
+    if tokens:
+        left, us, limit = min(tokens)
+        figures = msgspec.structs.replace(
+            figures, tokens_limit=limit, tokens_remaining=left, tokens_reset_ms=_reset_ms(-us)
+        )
+    return figures
+
+
+def _reset_ms(us: int) -> int | None:
+    return None if us < 0 else -(-us // 1000)

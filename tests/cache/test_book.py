@@ -1,0 +1,289 @@
+"""
+The script against the model, over random interleavings, with a clock that the test sets.
+
+One call of the script is exchanged for the test, `TIME`, for one with a reply of the same form.  Nothing of the
+arithmetic is, and production has no way to pass a time.  `test_limits` runs the unchanged script on the server's own
+clock against the same model.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from fractions import Fraction
+
+import pytest
+from hypothesis import HealthCheck, note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
+
+from cache.accounts import LIMIT_MAX, Account, Level, LevelName, Limits
+from cache.connection import Script, Store
+from cache.limits import SCRIPT, Limiter, Refusal, Reservation
+from cache.redis_url import parse_redis_url
+from tests.cache.book import DAY_US, MINUTE_US, NEVER, Auditor, Book
+from tests.cache.servers import Server
+
+TIME = "redis.call('TIME')"
+assert SCRIPT.source.count(TIME) == 1
+CLOCK = "pellucid:test:clock"
+CLOCKED = Script(SCRIPT.source.replace(TIME, f"redis.call('HMGET', '{CLOCK}', 's', 'us')"))
+SET_CLOCK = Script(
+    "redis.call('HSET', KEYS[1], 's', ARGV[1], 'us', ARGV[2]) return {}".replace("KEYS[1]", f"'{CLOCK}'")
+)
+WORKERS = 3
+LEASE_US = 30_000_000
+NAMES: tuple[LevelName, ...] = ("organisation", "tenant", "key")
+FAR = LIMIT_MAX * 10
+
+few = st.integers(1, 40)
+special = st.sampled_from((0, 60, 5_000, 59_999_999, 60_000_001, 150_000_001, 10**9, LIMIT_MAX - 1, LIMIT_MAX))
+amounts = st.integers(0, 50) | st.sampled_from((5_000, 10**9, LIMIT_MAX - 1, LIMIT_MAX, FAR))
+
+
+def mostly(usual: st.SearchStrategy[int], rare: st.SearchStrategy[int | None]) -> st.SearchStrategy[int | None]:
+    """Of ten, eight are usual: a book in which nothing is ever admitted shows nothing."""
+    return st.integers(0, 9).flatmap(lambda roll: usual if roll < 8 else rare)
+
+
+limits = st.builds(
+    Limits,
+    requests_per_minute=mostly(few, st.none() | special),
+    tokens_per_minute=mostly(st.integers(10, 200), st.none() | special),
+    concurrent=mostly(st.integers(1, 6), st.none() | st.just(0)),
+    spend_micros_per_day=mostly(st.integers(50, 300), st.none() | st.sampled_from((0, LIMIT_MAX))),
+)
+steps_us = (
+    st.integers(0, 100)
+    | st.integers(0, 5_000_000)
+    | st.integers(0, 5_000_000)
+    | st.sampled_from((1, 59_999_999, 60_000_000, 29_999_999, 30_000_000, 3_600_000_000, 86_400_000_000))
+    | st.integers(-5_000_000, -1)
+    | st.just(-3_600_000_000)
+)
+
+
+class Limiting(RuleBasedStateMachine):
+    """Three workers, one account, one clock."""
+
+    runner: asyncio.Runner  # these two are set by the test
+    store: Store
+    live = Bundle("live")
+    ended = Bundle("ended")
+
+    @initialize(chosen=st.lists(limits, min_size=3, max_size=3))
+    def begin(self, chosen: list[Limits]) -> None:
+        self.now_us = 1_800_000_000_000_000
+        levels = tuple(Level(name, "one", one) for name, one in zip(NAMES, chosen, strict=True))
+        self.account = Account(organisation=f"o-{secrets.token_hex(8)}", levels=levels)
+        self.book = Book([level.limits for level in self.account.limited], LEASE_US)
+        self.auditors = [
+            (Auditor(one.limits.requests_per_minute or 0), Auditor(one.limits.tokens_per_minute or 0))
+            for one in self.account.limited
+        ]
+        self.workers = [Limiter(self.store, script=CLOCKED, workers=WORKERS, worker=n) for n in range(WORKERS)]
+        self._set_clock()
+
+    def _set_clock(self) -> None:
+        words = [str(self.now_us // 10**6), str(self.now_us % 10**6)]
+        self.runner.run(self.store.run(SET_CLOCK, ["{x}"], words))
+
+    @rule(us=steps_us)
+    def time_passes(self, us: int) -> None:
+        self._pass_time(us)
+
+    @rule(early_us=st.integers(0, 1))
+    def time_passes_until_a_lease_ends(self, early_us: int) -> None:
+        ends_us = [end for level in self.book.levels for end in level.leases.values() if end > self.now_us]
+        if ends_us:
+            self._pass_time(max(0, min(ends_us) - self.now_us - early_us))
+
+    @rule(early_us=st.integers(0, 1))
+    def time_passes_until_midnight(self, early_us: int) -> None:
+        self._pass_time(DAY_US - self.now_us % DAY_US - early_us)
+
+    def _pass_time(self, us: int) -> None:
+        self.now_us += us
+        self._set_clock()
+        for auditor in (auditor for pair in self.auditors for auditor in pair):
+            auditor.pass_time(max(0, us))
+
+    @rule(target=live, worker=st.integers(0, WORKERS - 1), tokens=amounts, micros=amounts)
+    def reserve_anything(self, worker: int, tokens: int, micros: int) -> object:
+        return self._reserve(worker, tokens, micros)
+
+    @rule(target=live, worker=st.integers(0, WORKERS - 1), tokens=st.integers(0, 12), micros=st.integers(0, 9))
+    def reserve(self, worker: int, tokens: int, micros: int) -> object:
+        return self._reserve(worker, tokens, micros)
+
+    @rule(target=live, us=st.integers(1, 3_000_000), tokens=st.integers(0, 12))
+    def reserve_a_little_later(self, us: int, tokens: int) -> object:
+        self._pass_time(us)
+        return self._reserve(0, tokens, 1)
+
+    def _reserve(self, worker: int, tokens: int, micros: int) -> object:
+        before = self._dump()
+        answer = self.runner.run(self.workers[worker].reserve(self.account, tokens=tokens, micros=micros))
+        name = answer.id if isinstance(answer, Reservation) else "refused"
+        if not self.account.limited:
+            assert isinstance(answer, Reservation) and answer.source == "unlimited"
+            return multiple()
+        cut = min(tokens, LIMIT_MAX + 1), min(micros, LIMIT_MAX + 1)
+        ways = self.book.reserve(name, self.now_us, *cut)
+        note(f"{answer} {ways}")
+        if isinstance(answer, Refusal):
+            self._check_refusal(answer, ways)
+            assert self._dump() == before, "a refusal has written something"
+            return multiple()
+        assert answer.source == "server" and ways == []
+        self._audit(1, cut[0], admitted=True)
+        self._check_figures(answer)
+        return answer
+
+    def _check_refusal(self, answer: Refusal, ways: list[tuple[int, str, int]]) -> None:
+        waits = {(self.account.limited[level].name, limit): us for level, limit, us in ways}
+        told = waits[answer.level.name, answer.limit]
+        assert answer.can_succeed == (told != NEVER)
+        if told == NEVER:
+            assert answer.retry_after_ms == 0
+            return
+        assert NEVER not in waits.values() and told == max(waits.values())
+        slack_us = told // 2**51  # of a wait beyond 285 years, a double keeps 52 bits
+        assert -(-(told - slack_us) // 1000) <= answer.retry_after_ms <= -(-(told + slack_us + 1) // 1000)
+
+    def _check_figures(self, answer: Reservation) -> None:
+        figures = answer.figures
+        requests = [one.requests.held // 1 for one in self.book.levels if one.requests is not None]
+        tokens = [max(0, one.tokens.held // 1) for one in self.book.levels if one.tokens is not None]
+        assert figures.requests_remaining == min(requests, default=None)
+        assert figures.tokens_remaining == min(tokens, default=None)
+        for level in self.book.levels:
+            bucket = level.tokens
+            if bucket is not None and max(0, bucket.held // 1) == figures.tokens_remaining:
+                full_us = bucket.wait_us(bucket.limit)
+                assert figures.tokens_reset_ms is not None
+                assert full_us == NEVER or figures.tokens_reset_ms >= (full_us - full_us // 2**51) // 1000
+
+    @rule(
+        target=ended,
+        reservation=consumes(live),
+        worker=st.integers(0, WORKERS - 1),
+        tokens=amounts,
+        micros=st.integers(0, 60),
+        whole=st.booleans(),
+    )
+    def settle(self, reservation: Reservation, worker: int, tokens: int, micros: int, whole: bool) -> Reservation:
+        limiter = self.workers[worker]
+        if whole:
+            done = self.runner.run(limiter.refund(reservation))
+            tokens = micros = 0
+        else:
+            done = self.runner.run(limiter.settle(reservation, tokens=tokens, micros=micros))
+        tokens = min(tokens, LIMIT_MAX)
+        reserved = self.book.reserved[reservation.id][0]
+        assert done and self.book.settle(reservation.id, self.now_us, tokens, micros, whole=whole)
+        self._audit(-1 if whole else 0, tokens - reserved, admitted=False)
+        return reservation
+
+    @rule(reservation=ended, tokens=amounts)
+    def settle_again(self, reservation: Reservation, tokens: int) -> None:
+        before = self._dump()
+        assert not self.runner.run(self.workers[0].settle(reservation, tokens=tokens))
+        assert not self.runner.run(self.workers[1].refund(reservation))
+        assert not self.runner.run(self.workers[2].renew(reservation))
+        assert self._dump() == before
+
+    @rule(reservation=live)
+    def renew(self, reservation: Reservation) -> None:
+        assert self.runner.run(self.workers[0].renew(reservation)) == self.book.renew(reservation.id, self.now_us)
+
+    @rule(reservation=consumes(live))
+    def crash(self, reservation: Reservation) -> None:
+        """Its worker will never settle it."""
+
+    def _audit(self, requests: int, tokens: int, *, admitted: bool) -> None:
+        for level, (of_requests, of_tokens) in zip(self.account.limited, self.auditors, strict=True):
+            of_requests.charge(requests)
+            of_tokens.charge(tokens)
+            if admitted and level.limits.requests_per_minute is not None:
+                of_requests.check()
+            if admitted and level.limits.tokens_per_minute is not None:
+                of_tokens.check()
+
+    def _dump(self) -> list[bytes]:
+        """All that the server holds of the account."""
+        keys = self._keys()
+        return self.runner.run(self.store.run(DUMP, keys, [])) if keys else []
+
+    def _keys(self) -> list[str]:
+        prefix = f"pellucid:{{{self.account.organisation}}}"
+        return [f"{prefix}:{kind}:{one.name}:one" for one in self.account.limited for kind in ("limits", "leases")]
+
+    @invariant()
+    def the_servers_leases_are_the_models(self) -> None:
+        if not hasattr(self, "account"):
+            return
+        leases = self._keys()[1::2]
+        counted = self.runner.run(self.store.run(COUNT, leases, [f"({self.now_us}"])) if leases else []
+        assert [int(number) for number in counted] == [level.running(self.now_us) for level in self.book.levels]
+
+    @invariant()
+    def the_servers_buckets_are_the_models(self) -> None:
+        """To the last part of a token: a rounding that adds up over a day would not show in one answer."""
+        if not hasattr(self, "account") or not self.account.limited:
+            return
+        held = self.runner.run(self.store.run(GET, self._keys()[0::2], []))
+        for words, level in zip(held, self.book.levels, strict=True):
+            if level.touched_us is None:
+                assert not words
+                continue
+            at, requests, requests_part, tokens, tokens_part, day, spent = map(int, words.split())
+            assert at == level.touched_us
+            if level.requests is not None:
+                assert requests + Fraction(requests_part, MINUTE_US) == level.requests.held
+            if level.tokens is not None:
+                assert tokens + Fraction(tokens_part, MINUTE_US) == level.tokens.held
+            assert (day, spent) == (level.day, level.spent)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "account"):
+            return
+        expiries = [expiry for level in self.book.levels for expiry in level.leases.values()]
+        self.now_us = max([self.now_us, *expiries])  # whatever has crashed: all leases end by themselves
+        self.the_servers_leases_are_the_models()
+        assert not any(level.running(self.now_us) for level in self.book.levels)
+
+
+SETTINGS = settings(max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+GET = Script("local all = {} for i, key in ipairs(KEYS) do all[i] = redis.call('GET', key) or '' end return all")
+DUMP = Script("local all = {} for i, key in ipairs(KEYS) do all[i] = redis.call('DUMP', key) or '' end return all")
+COUNT = Script(
+    "local all = {} for i, key in ipairs(KEYS) do "
+    "all[i] = tostring(redis.call('ZCOUNT', key, ARGV[1], '+inf')) end return all"
+)
+
+
+@pytest.fixture(params=["valkey", "debian_redis"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    yield request.getfixturevalue(request.param)
+
+
+def test_the_script_does_what_the_model_does(server: Server) -> None:
+    async def open_store() -> Store:
+        return Store(parse_redis_url(server.url), connect_timeout_ms=30_000, command_timeout_ms=30_000)
+
+    class Here(Limiting):
+        pass
+
+    with asyncio.Runner() as Here.runner:
+        Here.store = Here.runner.run(open_store())
+        run_state_machine_as_test(Here, settings=SETTINGS)
+        Here.runner.run(Here.store.aclose())
