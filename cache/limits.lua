@@ -226,9 +226,11 @@ local function give(held, part, limit, back)
   if limit < 0 then
     return held, part
   end
-  held = math.max(-MOST, held + back)
+  held = held + back
   if held >= limit then
     return limit, 0
+  elseif held < -MOST then
+    return -MOST, 0
   end
   return held, part
 end

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
-from hypothesis import HealthCheck, note, settings
+from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -262,7 +262,13 @@ class Limiting(RuleBasedStateMachine):
         assert not any(level.running(self.now_us) for level in self.book.levels)
 
 
-SETTINGS = settings(max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(
+    max_examples=70,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking takes minutes; what fails is printed step by step
+)
 GET = Script("local all = {} for i, key in ipairs(KEYS) do all[i] = redis.call('GET', key) or '' end return all")
 DUMP = Script("local all = {} for i, key in ipairs(KEYS) do all[i] = redis.call('DUMP', key) or '' end return all")
 COUNT = Script(
