@@ -30,6 +30,7 @@ from cache.connection import Script, Store
 from cache.limits import SCRIPT, Limiter, Refusal, Reservation
 from cache.redis_url import parse_redis_url
 from tests.cache.book import DAY_US, MINUTE_US, NEVER, Auditor, Book
+from tests.cache.conftest import OpenStore
 from tests.cache.servers import Server
 
 TIME = "redis.call('TIME')"
@@ -293,3 +294,13 @@ def test_the_script_does_what_the_model_does(server: Server) -> None:
         Here.store = Here.runner.run(open_store())
         run_state_machine_as_test(Here, settings=SETTINGS)
         Here.runner.run(Here.store.aclose())
+
+
+async def test_a_lease_ends_at_its_end_and_not_a_microsecond_later(valkey: Server, open_store: OpenStore) -> None:
+    store = open_store(valkey.url)
+    limiter = Limiter(store, script=CLOCKED)
+    account = Account(organisation=f"o-{secrets.token_hex(8)}", levels=(Level("key", "one", Limits(concurrent=1)),))
+    for us, admitted in ((0, True), (LEASE_US - 1, False), (LEASE_US, True)):
+        await store.run(SET_CLOCK, ["{x}"], [str(1_900_000_000 + us // 10**6), str(us % 10**6)])
+        answer = await limiter.reserve(account, tokens=1)
+        assert isinstance(answer, Reservation) == admitted, answer
