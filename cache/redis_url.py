@@ -73,18 +73,21 @@ def parse_redis_url(text: str) -> RedisUrl:
     authority, _, path = rest.partition("/")
     user, _, authority = authority.rpartition("@")
     username, _, password = user.partition(":")
+    unix_password, sentinel_password = parameters.pop("password", ""), parameters.pop("sentinel_password", "")
     common = RedisUrl(
         kind=kind,
         tls=tls,
         db=db,
         username=unquote(username),
-        password=unquote(password) or parameters.pop("password", ""),
-        sentinel_password=parameters.pop("sentinel_password", ""),
+        password=unquote(password) or unix_password,
+        sentinel_password=sentinel_password,
         ssl=tuple(parameters.items()),
     )
     if kind == "unix":
         if authority or not path:
             raise _wrong("unix:// is followed by the absolute path of a socket: unix:///run/valkey.sock")
+        if "@" in path:  # more likely the rest of a password
+            raise _wrong("in the path of a socket, write @ as %40; " + _ENCODE)
         return msgspec.structs.replace(common, path="/" + unquote(path))
     hosts = _hosts(authority, kind)
     parts = [unquote(part) for part in path.split("/") if part]
@@ -148,6 +151,6 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
         good = ":" not in port
     if not host:
         raise _wrong("a host is missing: redis://host:6379/0; " + _ENCODE)
-    if not good or (port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536)):
+    if not good or (port and not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536)):
         raise _wrong("a port is a whole number from 1 to 65535; " + _ENCODE)
     return host, int(port) if port else default_port
