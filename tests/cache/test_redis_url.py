@@ -45,11 +45,11 @@ def test_it_is_understood(text: str, expected: RedisUrl) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "h:6379", "http://h", "redis://", "redis://h:0", "redis://h:65536", "redis://h:x", "redis://h:" + "9" * 5000, "redis://h:1:2",
+        "", "h:6379", "http://h", "redis://", "redis://h:0", "redis://h:65536", "redis://h:x", "redis://h:1:2",
         "redis://h/x", "redis://h/0/1", "redis://h/99999", "redis://h?db=x", "redis://h?socket_timeout=1",
         "redis://h?ssl_cert_reqs=none", "rediss://h?ssl_cert_reqs=maybe", "unix://relative", "unix://", "unix://h/p", "unix://u:@/p@h",
         "redis+cluster://a,,b", "redis+cluster://a/1", "redis+sentinel://a", "redis://[::1", "redis://[::1]x",
-        "redis+cluster://" + ",".join(["h"] * 65), "redis://h/-1", "redis://h/\u0663",
+        "redis://h:" + "9" * 5000, "redis+cluster://" + ",".join(["h"] * 65), "redis://h/-1", "redis://h/\u0663",
     ],
 )  # fmt: skip
 def test_it_is_refused_by_the_options_name(text: str) -> None:
