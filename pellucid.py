@@ -8,54 +8,20 @@ work; they live in the processes that `serve` starts.  A user's mistake is one l
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import click
 
 from launch.errors import UserError
-from launch.options import OPTIONS, Option, ServeOptions, read_options
+from launch.flags import flags, options_of
+from launch.keys import keys
 from launch.parse import nearest
 from quant.command import quantize
 
 VERSION = "0.1.0"
 INTERRUPTED = 130
-Command = TypeVar("Command", bound=Callable[..., None])
-
-
-def _flag(option: Option) -> Callable[[Command], Command]:
-    """A row of the table as a click option.  Values stay text: `read_options` parses all four places alike."""
-    if option.switch:
-        names = f"{option.flag}/--no-{option.flag.removeprefix('--')}"
-        return click.option(option.name, names, default=None, help=_help(option))
-    if option.repeats:
-        return click.option(option.name, option.flag, multiple=True, metavar=option.metavar, help=_help(option))
-    return click.option(option.name, option.flag, type=str, metavar=option.metavar, help=_help(option))
-
-
-def _help(option: Option) -> str:
-    return f"{option.help} [{option.default}]" if option.default else option.help
-
-
-def _flags(*names: str) -> Callable[[Command], Command]:
-    """The options of these names, or all of them, and --config."""
-
-    def decorate(command: Command) -> Command:
-        chosen = [option for option in OPTIONS if option.name in names or not names]
-        config = click.option("config", "--config", metavar="FILE.toml", help="The same settings in a file.")
-        command = config(command)
-        for option in reversed(chosen):
-            command = _flag(option)(command)
-        return command
-
-    return decorate
-
-
-def _options(given: dict[str, str | bool | tuple[str, ...] | None]) -> ServeOptions:
-    config = given.pop("config")
-    assert config is None or isinstance(config, str)
-    return read_options(given, os.environ, config)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -64,10 +30,10 @@ def cli() -> None:
 
 
 @cli.command(epilog="Every option is also a variable, PELLUCID_MAX_QUEUE for --max-queue, and a key of the TOML file.")
-@_flags()
+@flags()
 def serve(**given: str | bool | tuple[str, ...] | None) -> None:
     """Start the engine and the gateway, and keep them running."""
-    options = _options(given)
+    options = options_of(given)
     from launch.serve import serve as run  # noqa: PLC0415 - lazily
 
     sys.exit(run(options, dict(os.environ), click.echo))
@@ -80,10 +46,10 @@ def model() -> None:
 
 @model.command()
 @click.argument("name", required=False)
-@_flags("data_dir")
+@flags("data_dir")
 def pull(name: str | None, **given: str | bool | tuple[str, ...] | None) -> None:
     """Fetch the model NAME, by default the one that `serve` takes; nothing happens if it is here."""
-    options = _options(given)
+    options = options_of(given)
     from launch.store import Store, data_dir  # noqa: PLC0415 - lazily
 
     found = Store(data_dir(options.data_dir, dict(os.environ))).pull(name or options.model)
@@ -91,10 +57,10 @@ def pull(name: str | None, **given: str | bool | tuple[str, ...] | None) -> None
 
 
 @model.command("list")
-@_flags("data_dir")
+@flags("data_dir")
 def list_models(**given: str | bool | tuple[str, ...] | None) -> None:
     """Show the models that are here, and the known ones that could be."""
-    options = _options(given)
+    options = options_of(given)
     from launch.known import KNOWN_MODELS  # noqa: PLC0415 - lazily
     from launch.sizes import format_bytes  # noqa: PLC0415 - lazily
     from launch.store import Store, data_dir  # noqa: PLC0415 - lazily
@@ -117,6 +83,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+cli.add_command(keys)
 cli.add_command(quantize)
 
 

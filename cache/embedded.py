@@ -24,6 +24,7 @@ from cache.errors import Misconfigured
 
 MEMORY_BYTES_MAX = 256 * 1024 * 1024
 CLIENTS_MAX = 1024
+SOCKET = "valkey.sock"
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un holds 108, with the zero at the end
 PROBE_TIMEOUT_S = 0.5
 _PING = b"PING\r\n"
@@ -45,7 +46,7 @@ def server_binary() -> Path:
 
 def socket_path(directory: Path) -> Path:
     """Where the server in `directory` listens.  Raises Misconfigured: longer than the kernel takes."""
-    path = directory / "valkey.sock"
+    path = directory / SOCKET
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         raise Misconfigured(f"{path}: a socket's path has at most {SOCKET_PATH_BYTES_MAX} bytes; shorten --data-dir")
     return path

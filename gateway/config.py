@@ -4,6 +4,9 @@ The gateway's configuration: parsed once into a frozen value.
 
 import msgspec
 
+REDIS_URL_VARIABLE = "PELLUCID_REDIS_URL"
+"""It may hold a password, so it is not among the arguments, which everybody on the machine can read."""
+
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `python -m gateway` is started with, as JSON."""
@@ -14,6 +17,12 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The name under which clients know it."""
     engines: tuple[str, ...]
     """Where the engine replicas listen: `unix:PATH` or `tcp:HOST:PORT`."""
+    redis_url: str = ""
+    """Where keys and limits are; the process takes it from its environment.  Empty: there are none."""
+    redis_named: bool = False
+    """A person has named that server, so it may have keys that nobody here knows of."""
+    pepper_file: str = ""
+    """The secret of the API keys, unless the environment has it; there is none before the first key."""
     host: str = "127.0.0.1"
     port: int = 8000
     otlp_endpoint: str = ""
@@ -27,6 +36,8 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     messages_max: int = 4096
     request_timeout_s: float = 600.0
     """The engine's deadline for one request."""
+    output_tokens_estimated: int = 512
+    """What is reserved of a key's limits for an output at most; a longer one is charged at its end."""
     first_frame_timeout_s: float = 60.0
     """An engine that has work and is silent for so long is not ready."""
     send_timeout_s: float = 120.0

@@ -16,6 +16,7 @@ from launch.parse import (
     nearest,
     one_of,
     parse_list,
+    parse_redis,
     parse_speculative,
     parse_switch,
     parse_text,
@@ -30,6 +31,7 @@ OTHER_VARIABLES = frozenset(
     {
         "PELLUCID_CONFIG",
         "PELLUCID_KERNELS",  # the engine's, to force an instruction set
+        "PELLUCID_PEPPER",  # the secret of the API keys, in place of --pepper-file
         "PELLUCID_SHARED", "PELLUCID_TEST_GGUF", "PELLUCID_TEST_LIBRARIES", "PELLUCID_WRITE_GOLDEN",  # the test suite's
     }
 )  # fmt: skip
@@ -89,7 +91,7 @@ OPTIONS = (
         name="host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="Where to listen. Anything but loopback needs --insecure-open.",
+        help="Where to listen. Anything but loopback needs an API key, or --insecure-open.",
         parse=parse_text,
     ),
     Option(
@@ -110,7 +112,21 @@ OPTIONS = (
         name="data_dir",
         default="",
         metavar="DIR",
-        help="Models and sockets. Unset: $XDG_DATA_HOME/pellucid, else ~/.local/share/pellucid.",
+        help="Models, API keys, sockets. Unset: $XDG_DATA_HOME/pellucid, else ~/.local/share/pellucid.",
+        parse=str,
+    ),
+    Option(
+        name="redis_url",
+        default="",
+        metavar="URL",
+        help="Redis or Valkey for API keys and limits. Unset: one of our own, in the data directory.",
+        parse=parse_redis,
+    ),
+    Option(
+        name="pepper_file",
+        default="",
+        metavar="FILE",
+        help="The secret of the API keys. Unset: $PELLUCID_PEPPER, else a file in the data directory.",
         parse=str,
     ),
     Option(
@@ -260,6 +276,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: int
     insecure_open: bool
     data_dir: str
+    redis_url: str
+    pepper_file: str
     dtype: str
     quantization: str
     kv_dtype: str

@@ -6,6 +6,9 @@ name of the place where it stood.
 import difflib
 from collections.abc import Callable, Iterable
 
+from cache.errors import Misconfigured
+from cache.redis_url import OPTION, parse_redis_url
+
 DRAFTS_AUTO_MAX = 15  # a step of 16 rows
 DRAFTS_MAX = 63
 
@@ -85,6 +88,16 @@ def parse_url(text: str) -> str:
     """A base URL, or nothing."""
     if text and not text.startswith(("http://", "https://")):
         raise ValueError(f"{text!r} is not an http:// or https:// URL")
+    return text
+
+
+def parse_redis(text: str) -> str:
+    """The URL of a server, or nothing.  The error repeats nothing of it."""
+    if text:
+        try:
+            parse_redis_url(text)
+        except Misconfigured as error:
+            raise ValueError(str(error).removeprefix(f"{OPTION}: ")) from None
     return text
 
 

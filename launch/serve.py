@@ -21,13 +21,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.config import EngineOptions
-from gateway.config import GatewayOptions
+from gateway.config import REDIS_URL_VARIABLE, GatewayOptions
 from launch.errors import UserError
 from launch.options import ServeOptions
 from launch.probe import cold_start, until_exists, until_ready
 from launch.sizes import available_bytes, format_bytes
 from launch.store import Model, Store, data_dir
 from launch.supervise import ChildSpec, Say, Supervisor, python_command
+from launch.valkey import embedded_socket, embedded_valkey, pepper_file
 
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un holds 108, with the zero at the end
 DRAIN_MARGIN_S = 15.0  # after its own drain time the gateway ends what is left, closes, and delivers its last spans
@@ -41,7 +42,7 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
     started_s = time.monotonic()
     say = _speaker(options.log_format)
     refuse_optimized()
-    check_host(options.host, insecure_open=options.insecure_open)
+    check_host(options.host, allowed=lambda: options.insecure_open or keys_exist(options, environ))
     port = check_port(options.host, options.port)
     data = data_dir(options.data_dir, environ)
     check_draft_model(options)
@@ -50,13 +51,15 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
     kv_bytes = check_memory(options, model, draft)
     with run_dir(data) as folder:
         engine = engine_options(options, model, folder, data / PACKED, kv_bytes, draft)
-        gateway = gateway_options(options, model, port, (engine.listen,))
+        redis_url, companions = key_server(options, data, folder)
+        gateway = gateway_options(options, model, port, (engine.listen,), pepper_file(options, data))
         supervisor = Supervisor(
             engines=[ChildSpec(name="engine", command=python_command("engine", engine), grace_s=ENGINE_GRACE_S)],
             gateway=ChildSpec(
                 name="gateway", command=python_command("gateway", gateway), grace_s=options.drain + DRAIN_MARGIN_S
             ),
-            environ=child_environ(environ),
+            companions=companions,
+            environ=child_environ(environ) | {REDIS_URL_VARIABLE: redis_url},  # it may hold a password: not for `ps`
             say=say,
         )
         out(f"Starting {engine.model_name} from {model.path}, with {format_bytes(kv_bytes)} for keys and values.")
@@ -91,17 +94,32 @@ def refuse_optimized() -> None:
         raise UserError("refusing to run under python -O (or PYTHONOPTIMIZE): it takes the assertions out")
 
 
-def check_host(host: str, *, insecure_open: bool) -> None:
-    """Loopback, or the person has said that it may be open.  Raises UserError."""
+def key_server(options: ServeOptions, data: Path, folder: Path) -> tuple[str, list[ChildSpec]]:
+    """The URL of the server for keys and limits, and what must run for it.  Raises UserError."""
+    if options.redis_url:
+        return options.redis_url, []
+    url, child = embedded_valkey(data, folder)
+    return url, [child]
+
+
+def keys_exist(options: ServeOptions, environ: dict[str, str]) -> bool:
+    """Whether requests will need a key.  Raises UserError where nobody can say."""
+    from launch.keystore import any_keys  # noqa: PLC0415 - it is seldom needed
+
+    return any_keys(options, environ)
+
+
+def check_host(host: str, *, allowed: Callable[[], bool]) -> None:
+    """Loopback, or it is `allowed` that others reach us, which is asked only then.  Raises UserError."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         raise UserError(f"--host {host}: no such address") from error
     loopback = all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
-    if not loopback and not insecure_open:
+    if not loopback and not allowed():
         raise UserError(
-            f"--host {host} would serve everybody who can reach this machine: API keys do not exist yet; "
-            "keep to 127.0.0.1, or serve without keys with --insecure-open"
+            f"--host {host} would serve everybody who can reach this machine, because there are no API keys yet; "
+            "make one with `pellucid keys create`, keep to 127.0.0.1, or serve without keys with --insecure-open"
         )
 
 
@@ -177,7 +195,8 @@ def run_dir(data: Path) -> Iterator[Path]:
         for left in base.glob(RUN_DIR_PREFIX + "*"):
             _remove_if_left(left)
         folder = Path(tempfile.mkdtemp(prefix=RUN_DIR_PREFIX, dir=base))
-        if len(os.fsencode(socket_path(folder))) > SOCKET_PATH_BYTES_MAX:
+        sockets = (socket_path(folder), embedded_socket(folder))
+        if any(len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX for path in sockets):
             folder.rmdir()
             folder = Path(tempfile.mkdtemp(prefix="pellucid-", dir="/tmp"))  # TMPDIR may be as long as the other
         lock = (folder / "lock").open("w")
@@ -239,12 +258,16 @@ def engine_options(
     )
 
 
-def gateway_options(options: ServeOptions, model: Model, port: int, engines: tuple[str, ...]) -> GatewayOptions:
+def gateway_options(
+    options: ServeOptions, model: Model, port: int, engines: tuple[str, ...], pepper: Path
+) -> GatewayOptions:
     """What the gateway is told."""
     return GatewayOptions(
         model=str(model.path),
         model_name=options.model_name or model.name,
         engines=engines,
+        pepper_file=str(pepper),
+        redis_named=bool(options.redis_url),
         host=options.host,
         port=port,
         otlp_endpoint=options.otlp_endpoint,

@@ -8,9 +8,11 @@ The supervisor: starts the processes, brings the dead ones back, and takes all o
            a child dies TRIES_MAX times before anything was ever ready: all down --> 1
 
 The gateway waits for the engines, because a model that cannot be served should cost one line and not a page of logs.
-Any other death is answered by a restart after a pause that doubles with each death, is bounded, and is short again once
-the child has lived for a while.  A second signal kills at once.  The children are on a leash (launch.leash): they do
-not outlive this process, whatever ends it.  They run in groups of their own, so that Ctrl-C reaches us alone.
+It does not wait for a companion, which is what it can do without: the embedded Valkey, that starts first, stops last,
+and whose deaths end nothing.  Any other death is answered by a restart after a pause that doubles with each death, is
+bounded, and is short again once the child has lived for a while.  A second signal kills at once.  The children are
+on a leash (launch.leash): they do not outlive this process, whatever ends it.  They run in groups of their own, so that
+Ctrl-C reaches us alone.
 
 No child is niced: the kernel already favours the gateway, which mostly sleeps, over the engine's busy threads.
 """
@@ -21,6 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -56,6 +59,10 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The program's full path and its arguments."""
     grace_s: float
     """From SIGTERM to SIGKILL."""
+    vital: bool = True
+    """Whether nothing can be served without it."""
+    log: Path | None = None
+    """What it says, if not on stderr."""
 
 
 class Child:
@@ -95,7 +102,8 @@ class Child:
             if self._stop.is_set():
                 return
             pause_s = self._backoff.pause_s(self.deaths)
-            self._say(f"{self.spec.name} {describe_exit(code)} after {lived_s:.1f} s; again in {pause_s:g} s")
+            see = f"; see {self.spec.log}" if self.spec.log is not None else ""
+            self._say(f"{self.spec.name} {describe_exit(code)} after {lived_s:.1f} s; again in {pause_s:g} s{see}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), pause_s)
 
@@ -169,12 +177,14 @@ class Supervisor:
         *,
         gateway: ChildSpec,
         engines: Sequence[ChildSpec],
+        companions: Sequence[ChildSpec] = (),
         environ: dict[str, str],
         say: Say,
         backoff: Backoff = Backoff(),  # noqa: B008 - frozen
     ) -> None:
         self.gateway = Child(gateway, backoff, environ, say)
         self.engines = [Child(engine, backoff, environ, say) for engine in engines]
+        self.companions = [Child(companion, backoff, environ, say) for companion in companions]
         self._say = say
         self._ready = False
         self._killed = False
@@ -182,7 +192,7 @@ class Supervisor:
 
     @property
     def _children(self) -> list[Child]:
-        return [*self.engines, self.gateway]
+        return [*self.companions, *self.engines, self.gateway]
 
     async def run(
         self, until_listening: Callable[[], Awaitable[None]], until_ready: Callable[[], Awaitable[None]]
@@ -200,18 +210,18 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_signal)
         listening = asyncio.Event()
         readiness = asyncio.create_task(self._await_ready(until_listening, listening, until_ready))
-        keeping = {engine: asyncio.create_task(engine.keep(self._on_death)) for engine in self.engines}
+        first = [*self.companions, *self.engines]
+        keeping = {child: asyncio.create_task(child.keep(self._on_death)) for child in first}
         keeping[self.gateway] = asyncio.create_task(self.gateway.keep(self._on_death, after=listening))
         try:
             await _until_any(self._verdict, readiness, *keeping.values())
             await _until_any(self._verdict, *keeping.values())
         finally:
             readiness.cancel()
-            self.gateway.stop()
-            await asyncio.wait({keeping[self.gateway]})
-            for engine in self.engines:
-                engine.stop()
-            await asyncio.wait({keeping[engine] for engine in self.engines})
+            for children in ([self.gateway], self.engines, self.companions):
+                for child in children:
+                    child.stop()
+                await asyncio.gather(*(keeping[child] for child in children), return_exceptions=True)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
         return KILLED if self._killed else self._verdict.result()
@@ -240,7 +250,7 @@ class Supervisor:
 
     def _on_death(self, child: Child, code: int) -> None:
         assert self._verdict is not None
-        if self._verdict.done():
+        if self._verdict.done() or not child.spec.vital:
             return
         if code == USER_MISTAKE:
             self._verdict.set_result(USER_MISTAKE)

@@ -1,6 +1,7 @@
 """
 Run a Supervisor over fake children: `supervised.py GATEWAY_MODE ENGINE_MODE READY BACKOFF_JSON GRACE_S`.
 
+A companion, that may die as it likes, is there if the variable COMPANION has a mode for it.
 READY is `yes` (at once), `never` (the gateway never is), or `loading` (the engine never listens).
 Its exit code is the supervisor's.
 """
@@ -36,9 +37,12 @@ async def run(gateway: str, engine: str, ready: str, backoff: str, grace: str) -
             await asyncio.Event().wait()
         say("ready")
 
+    mode = os.environ.get("COMPANION")
+    companions = [msgspec.structs.replace(spec("valkey", mode, float(grace)), vital=False)] if mode else []
     supervisor = Supervisor(
         gateway=spec("gateway", gateway, float(grace)),
         engines=[spec("engine", engine, float(grace))],
+        companions=companions,
         environ=dict(os.environ),
         say=say,
         backoff=msgspec.json.decode(backoff, type=Backoff),

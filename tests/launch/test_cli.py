@@ -50,7 +50,7 @@ def model_file(tmp_path: Path) -> Path:
         (["serve", "--kv-memory", "lots"], "--kv-memory: 'lots' is not a size such as 512MiB, 2GiB or 25%"),
         (["serve", "--dtype", "bfloat61"], "--dtype: 'bfloat61' is not one of auto, float32, bfloat16; did you mean"),
         (["serve", "--config", "absent.toml"], "absent.toml: cannot read the configuration"),
-        (["serve", "--host", "0.0.0.0"], "API keys do not exist yet"),
+        (["serve", "--host", "0.0.0.0"], "there are no API keys yet"),
         (["serve", "--host", "::"], "--insecure-open"),
         (["serve", "--host", "no.such.host.invalid"], "no such address"),
         (["serve", "--model", "SmolLM2-135M-Instrukt"], "did you mean 'SmolLM2-135M-Instruct'?"),
@@ -58,6 +58,11 @@ def model_file(tmp_path: Path) -> Path:
         (["serve", "--model", "."], "has no config.json"),
         (["serve", "--model", "tiny.gguf", "--kv-memory", "900TiB"], "too little memory: 900 TiB for keys and values"),
         (["serve", "--model", "tiny.gguf", "--data-dir", "tiny.gguf"], "cannot use"),
+        (["serve", "--redis-url", "h:6379"], "--redis-url: it begins with one of unix://"),
+        (["keys", "revoke", "x"], "KEY_ID is the 16 characters"),
+        (["keys", "create", "--expires-in", "soon"], "'soon' is no duration such as 30d"),
+        (["keys", "create", "--spend-per-day", "nan"], "'nan' is no amount of money"),
+        (["keys", "create", "--redis-url", "unix:///nowhere"], "the server that keeps the API keys does not answer"),
         (["model", "pull", "zzz"], "no model named 'zzz'"),
         (["model", "pull", "a", "b"], "unexpected extra argument"),
         (["model", "list", "--data-dri", "x"], "unknown option --data-dri; did you mean '--data-dir'?"),
@@ -178,7 +183,11 @@ def test_help_loads_nothing_heavy_and_is_quick(tmp_path: Path) -> None:
     assert time.monotonic() - started_s < 5.0  # torch alone would take longer on a busy machine
 
 
-@pytest.mark.parametrize("arguments", [["serve"], ["model", "pull"], ["model", "list"]], ids=" ".join)
+HELPS = [["serve"], ["model", "pull"], ["model", "list"]]
+HELPS += [["keys", command] for command in ("create", "list", "revoke", "rotate")]
+
+
+@pytest.mark.parametrize("arguments", HELPS, ids=" ".join)
 def test_help_is_as_it_was(arguments: list[str], tmp_path: Path) -> None:
     done = pellucid(tmp_path, *arguments, "--help")
     golden = GOLDEN / f"help_{'_'.join(arguments)}.txt"
@@ -198,11 +207,11 @@ def test_list_names_what_is_here_and_what_could_be(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.9.9.9", "::1"])
 def test_loopback_needs_no_permission(host: str) -> None:
-    check_host(host, insecure_open=False)
+    check_host(host, allowed=lambda: False)
 
 
 def test_anything_may_be_opened_on_purpose() -> None:
-    check_host("0.0.0.0", insecure_open=True)
+    check_host("0.0.0.0", allowed=lambda: True)
 
 
 def test_the_run_directory_is_private_and_goes_away(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_every_option_can_be_given_in_every_place(option: Option, tmp_path: Path
         "log_format": "json",
         "otlp_endpoint": "http://x:4318",
         "max_body": "1MiB",
+        "redis_url": "redis://h:1",
     }
     plain = getattr(read_options({}, {}), option.name)
     text = special.get(option.name, samples[type(plain)])

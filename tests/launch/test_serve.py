@@ -12,7 +12,7 @@ import pytest
 
 from engine.config import EngineOptions
 from gateway.config import GatewayOptions
-from launch import probe, serve
+from launch import probe, serve, valkey
 from launch.errors import UserError
 from launch.options import OPTIONS, ServeOptions, read_options
 from launch.sizes import KvMemory
@@ -31,7 +31,8 @@ def model(tmp_path: Path) -> Model:
 
 def told(options: ServeOptions, model: Model) -> tuple[EngineOptions, GatewayOptions]:
     engine = serve.engine_options(options, model, Path("/run"), Path("/data/packed"), 64 * MIB)
-    return engine, serve.gateway_options(options, model, 8001, (engine.listen,))
+    pepper = valkey.pepper_file(options, Path("/data"))
+    return engine, serve.gateway_options(options, model, 8001, (engine.listen,), pepper)
 
 
 LAUNCHER_ONLY = {
@@ -43,6 +44,8 @@ LAUNCHER_ONLY = {
     "port",
 }  # used up before anything is started
 GIVEN = {
+    "redis_url": "redis://h:1",
+    "pepper_file": "/p",
     "model_name": "n",
     "host": "::1",
     "dtype": "float32",
@@ -236,3 +239,20 @@ def test_the_launcher_speaks_the_language_of_the_logs(
     speaker(log_format)("hello")
     captured = capsys.readouterr()
     assert line in captured.err and captured.out == ""
+
+
+def test_a_named_server_is_taken_and_none_is_started(tmp_path: Path) -> None:
+    options = read_options({"redis_url": "redis://:secret@h:1"}, {})
+    assert serve.key_server(options, tmp_path, tmp_path) == ("redis://:secret@h:1", [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_url_is_refused_without_a_word_of_it() -> None:
+    with pytest.raises(UserError, match="--redis-url: it begins with one of") as caught:
+        read_options({"redis_url": "redis//:secret@h:1"}, {})
+    assert "secret" not in str(caught.value)
+
+
+def test_the_password_of_the_server_is_not_among_the_arguments(model: Model) -> None:
+    _, gateway = told(read_options({"redis_url": "redis://:secret@h:1"}, {}), model)
+    assert all("secret" not in word for word in python_command("gateway", gateway))

@@ -52,7 +52,13 @@ class Run:
 
 @asynccontextmanager
 async def supervised(
-    gateway: str, engine: str, *, ready: str = "yes", backoff: Backoff = QUICK, grace_s: float = 10.0
+    gateway: str,
+    engine: str,
+    *,
+    ready: str = "yes",
+    backoff: Backoff = QUICK,
+    grace_s: float = 10.0,
+    companion: str = "",
 ) -> AsyncIterator[Run]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -65,7 +71,7 @@ async def supervised(
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COMPANION": companion},
     )
     run = Run(process)
     try:
@@ -104,6 +110,26 @@ async def test_a_second_signal_kills() -> None:
         run.process.send_signal(signal.SIGINT)
         await run.rest()
         assert await run.process.wait() == 130
+
+
+async def test_a_companion_stops_last() -> None:
+    async with supervised("serves", "serves", companion="serves") as run:
+        await run.seen("gateway up", "engine up", "valkey up", "supervisor: ready")
+        run.process.terminate()
+        lines = await run.rest()
+        assert lines[-4:] == ["engine stops", "engine gone", "valkey stops", "valkey gone"]
+        assert await run.process.wait() == 0
+
+
+@pytest.mark.parametrize("mode", ["dies", "mistake"])
+async def test_a_companion_that_cannot_live_ends_nothing(mode: str) -> None:
+    async with supervised("serves", "serves", ready="never", companion=mode) as run:
+        for _ in range(5):
+            await run.until(lambda line: line.startswith("supervisor: valkey ended"))
+        await run.seen("gateway up", "engine up")
+        run.process.terminate()
+        await run.rest()
+        assert await run.process.wait() == 0
 
 
 @pytest.mark.parametrize("victim", ["engine", "gateway"])

