@@ -8,6 +8,7 @@
 import argparse
 import asyncio
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -20,8 +21,9 @@ import structlog
 import uvicorn
 import uvloop
 
+from cache.errors import Misconfigured
 from gateway.app import Application
-from gateway.config import GatewayOptions
+from gateway.config import REDIS_URL_VARIABLE, GatewayOptions
 from gateway.protocol import bounded
 from gateway.tokens import load
 from gateway.vocabulary import VocabularyError
@@ -54,15 +56,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gateway", description="The Pellucid gateway process.")
     parser.add_argument("--options", required=True, metavar="JSON", help="GatewayOptions as JSON")
     raw = parser.parse_args(arguments).options
-    try:
-        options = _options(raw)
-        logs.configure(options.log_level, options.log_format)
-        listener = listen(options.host, options.port)
-        application = Application(options, load(Path(options.model)))
-    except (CannotStart, VocabularyError, ExportConfigError, ValueError) as error:
-        print(f"gateway: {error}", file=sys.stderr)
-        return EXIT_CANNOT_START
-    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with contextlib.ExitStack() as stack:
+        try:
+            options = _options(raw)
+            logs.configure(options.log_level, options.log_format)
+            listener = stack.enter_context(listen(options.host, options.port))
+            application = Application(options, load(Path(options.model)))
+        except (CannotStart, VocabularyError, ExportConfigError, Misconfigured, ValueError) as error:
+            print(f"gateway: {error}", file=sys.stderr)
+            return EXIT_CANNOT_START
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         runner.run(serve(application, listener))
     return 0
 
@@ -77,7 +80,7 @@ def _options(raw: str) -> GatewayOptions:
     for address in options.engines:
         if not _ADDRESS.fullmatch(address):
             raise CannotStart(f"bad options: engine {address!r} is neither unix:PATH nor tcp:HOST:PORT")
-    return options
+    return msgspec.structs.replace(options, redis_url=os.environ.get(REDIS_URL_VARIABLE, options.redis_url))
 
 
 def listen(host: str, port: int) -> socket.socket:

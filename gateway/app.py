@@ -11,6 +11,7 @@ from litestar.datastructures import State
 from litestar.di import Provide
 from litestar.exceptions import HTTPException
 
+from gateway.admission import Admission
 from gateway.backend import Backend
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
@@ -25,11 +26,12 @@ class Application:
     """A gateway that can be served: `front` is the ASGI application."""
 
     def __init__(self, options: GatewayOptions, text: ModelText, hub: Hub | None = None) -> None:
-        """Raises ExportConfigError where the settings for traces make no sense."""
+        """Raises ExportConfigError where the settings for traces make no sense, Misconfigured those for keys."""
         self.options = options
         self.hub = hub or Hub(model=options.model_name, version=_version(), otlp_endpoint=options.otlp_endpoint)
         self.backend = Backend(options, self.hub)
-        self.gateway = Gateway(options, text, self.backend, self.hub)
+        self.admission = Admission(options)
+        self.gateway = Gateway(options, text, self.backend, self.hub, self.admission)
         self._text = text
         litestar = Litestar(
             route_handlers=list(HANDLERS),
@@ -51,12 +53,14 @@ class Application:
     @asynccontextmanager
     async def _lifespan(self, _: Litestar) -> AsyncIterator[None]:
         await self.hub.start()
+        await self.admission.start()
         await self.backend.start()
         try:
             yield
         finally:
             await self.front.drained()
             await self.backend.stop()
+            await self.admission.stop()
             await self.hub.stop()
             self._text.close()
 

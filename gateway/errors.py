@@ -85,6 +85,18 @@ def model_not_found(model: str) -> ApiError:
     )
 
 
+def unauthorized() -> ApiError:
+    """No key, or none that is good: one text for all reasons."""
+    message = "A valid API key is needed: 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+    return ApiError(401, "invalid_api_key", message, headers={"www-authenticate": "Bearer"}, outcome="unauthorized")
+
+
+def model_not_allowed(model: str) -> ApiError:
+    """The key is not for this model."""
+    message = f"This API key may not use the model {model[:100]!r}."
+    return ApiError(403, "model_not_allowed", message, kind="permission_error", param="model", outcome="forbidden")
+
+
 def too_large(limit_bytes: int) -> ApiError:
     """The body is over the limit."""
     message = f"The request body is over the limit of {limit_bytes} bytes."
@@ -112,6 +124,20 @@ def _unavailable(code: str, message: str, retry_after_s: int, **headers: str) ->
 def overloaded(message: str) -> ApiError:
     """The queue is full."""
     return _unavailable("overloaded", message, RETRY_AFTER_S)
+
+
+def keys_unavailable() -> ApiError:
+    """Nobody can say whether the key is good."""
+    return _unavailable(
+        "keys_unavailable", "API keys cannot be checked at the moment; try again shortly.", RETRY_AFTER_S
+    )
+
+
+def limits_unavailable() -> ApiError:
+    """Nobody can say what is left, and this tenant is not to be served without."""
+    return _unavailable(
+        "limits_unavailable", "Limits cannot be checked at the moment; try again shortly.", RETRY_AFTER_S
+    )
 
 
 def no_engine(message: str = "No engine is available at the moment; try again shortly.") -> ApiError:

@@ -17,7 +17,8 @@ import structlog
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, ReceiveMessage, Scope, Send
 
-from gateway import errors
+from gateway import cors, errors
+from gateway.admission import Ticket
 from gateway.backend import Call, Flight, Replica
 from gateway.book import Book
 from gateway.config import GatewayOptions
@@ -33,13 +34,6 @@ _log = structlog.get_logger("pellucid.gateway")
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
 _ID_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
-_EXPOSED = (
-    "x-request-id, x-pellucid-overhead-ms, server-timing, retry-after, retry-after-ms, x-ratelimit-limit-requests, "
-    "x-ratelimit-remaining-requests, x-ratelimit-reset-requests, x-ratelimit-limit-tokens, "
-    "x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
-)
-_METHODS = "GET, POST, OPTIONS"
-_PREFLIGHT_AGE_S = 600
 _SCOPE_KEY = "pellucid.exchange"
 _LINGER_S = 2.0  # how long the rest of a refused body is read, so that its sender gets to read our answer
 
@@ -63,6 +57,7 @@ class Exchange:
             trace=accept_trace(self.headers.get("traceparent"), self.headers.get("tracestate")),
         )
         self.flight = Flight()
+        self.ticket = Ticket()
         self.replica: Replica | None = None
         self.one_clock = False
         self.outcome = ""  # as the route says; empty: the status says it
@@ -72,7 +67,10 @@ class Exchange:
         self._front = front
         self._receive = receive
         self._send = send
-        self._response_headers = front.response_headers(self.headers, self.request_id)
+        self._response_headers = [
+            (b"x-request-id", self.request_id.encode()),
+            *cors.response_headers(front.options.cors_origins, self.headers),
+        ]
         self._body_read = self.method not in ("POST", "PUT", "PATCH")
 
     # ---- the client's side
@@ -88,9 +86,12 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         """ASGI: what the client is sent.  Raises ApiError when it does not read."""
+        if self.outcome and not self.gone:  # the end is known here, and not yet to the client, who may ask again
+            await self.ticket.settle(output_tokens=self._output_tokens(), complete=self.bill is not None)
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message["headers"], *self._response_headers]
+            more = [(name.encode(), value.encode("latin-1")) for name, value in self.ticket.headers.items()]
+            message["headers"] = [*message["headers"], *self._response_headers, *more]
         self.settle()
         began_ns = clock.now_ns()
         others_ran = asyncio.Event()  # A write that need not wait for the client does not let go of the event loop.
@@ -198,7 +199,12 @@ class Exchange:
             if self.replica is not None:
                 self.replica.release(call)
         self.settle()
-        self._front.hub.request(self._record(max(closed_ns, self._last_ns())))
+        record = self._record(max(closed_ns, self._last_ns()))
+        await self.ticket.close(record)
+        self._front.hub.request(record)
+
+    def _output_tokens(self) -> int:
+        return self.bill.output if self.bill is not None else sum(len(call.emitted) for call in self.flight.calls)
 
     def _last_ns(self) -> int:
         return max((call.finished_ns for call in self.flight.calls), default=0)
@@ -214,7 +220,7 @@ class Exchange:
             one_clock=self.one_clock,
         )
         records = [call.record for call in calls if call.record is not None]
-        bill, emitted = self.bill, sum(len(call.emitted) for call in calls)
+        bill = self.bill
         first_ns = min((call.first_token_ns for call in calls if call.first_token_ns), default=0)
         return RequestRecord(
             request_id=self.request_id,
@@ -227,7 +233,7 @@ class Exchange:
             cached_tokens=bill.cached if bill else _sum(records, "cached_tokens"),
             computed_tokens=_sum(records, "computed_tokens"),
             recomputed_tokens=_sum(records, "recomputed_tokens"),
-            output_tokens=bill.output if bill else _sum(records, "output_tokens") or emitted,
+            output_tokens=bill.output if bill else _sum(records, "output_tokens") or self._output_tokens(),
             drafted_tokens=_sum(records, "drafted_tokens"),
             draft_accepted_tokens=_sum(records, "draft_accepted_tokens"),
             draft_rejected_tokens=_sum(records, "draft_rejected_tokens"),
@@ -319,7 +325,7 @@ class Front:
                 message = f"The request headers are over the limit of {self.options.header_bytes_max} bytes."
                 await respond(exchange, ApiError(431, "request_too_large", message))
             elif exchange.method == "OPTIONS" and "access-control-request-method" in exchange.headers:
-                await self._preflight(exchange)
+                await _answer(exchange.send, HTTPStatus.NO_CONTENT, cors.preflight_headers(exchange.headers), b"")
             else:
                 await self._app(scope, exchange.receive, exchange.send)
         except Exception as error:  # noqa: BLE001  The last resort: whatever it is, the client gets JSON and the log gets the facts.
@@ -352,35 +358,6 @@ class Front:
         if _SAFE_ID.fullmatch(wanted) and wanted not in self.open and not self._knows_id(wanted):
             return wanted
         return _ID_PREFIX.get(path, "req-") + secrets.token_hex(12)
-
-    def response_headers(self, request: Mapping[str, str], request_id: str) -> list[tuple[bytes, bytes]]:
-        """What every response carries."""
-        headers = [(b"x-request-id", request_id.encode())]
-        origin = self._allowed_origin(request.get("origin"))
-        if origin is not None:
-            headers += [
-                (b"access-control-allow-origin", origin.encode("latin-1")),
-                (b"access-control-expose-headers", _EXPOSED.encode()),
-            ]
-            if origin != "*":
-                headers.append((b"vary", b"origin"))
-        return headers
-
-    def _allowed_origin(self, origin: str | None) -> str | None:
-        if origin is None:
-            return None
-        if "*" in self.options.cors_origins:
-            return "*"
-        return origin if origin in self.options.cors_origins else None
-
-    async def _preflight(self, exchange: Exchange) -> None:
-        wanted = exchange.headers.get("access-control-request-headers", "")
-        headers = {
-            "access-control-allow-methods": _METHODS,
-            "access-control-allow-headers": wanted if wanted.isprintable() and wanted else "*",
-            "access-control-max-age": str(_PREFLIGHT_AGE_S),
-        }
-        await _answer(exchange.send, HTTPStatus.NO_CONTENT, headers, b"")
 
 
 async def respond(exchange: Exchange, error: ApiError) -> None:

@@ -77,7 +77,8 @@ def plan(
                 tokens_max=tokens_max,
                 tokens_min=min(asked.min_tokens or 0, tokens_max),
                 stop_ids=stop_ids,
-                priority=PRIORITY_OF_TIER[asked.service_tier],
+                priority=exchange.ticket.priority(PRIORITY_OF_TIER[asked.service_tier]),
+                tenant=exchange.ticket.tenant,
                 deadline_s=options.request_timeout_s,
                 traceparent=exchange.live.trace.traceparent(),
             )

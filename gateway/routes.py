@@ -3,13 +3,16 @@ URLs and methods.  All decisions are in `gateway.service`; here is only what HTT
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import structlog
 from litestar import Request, Response, get, post
+from litestar.connection import ASGIConnection
 from litestar.datastructures import State
 from litestar.di import NamedDependency
 from litestar.exceptions import HTTPException
+from litestar.handlers.base import BaseRouteHandler
 from litestar.params import FromPath
 from litestar.response import Stream
 from litestar.types import Scope
@@ -26,6 +29,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering
 _JSON = "application/json"
 
 Reply = Response[bytes] | Stream
+AnyConnection = ASGIConnection[Any, Any, Any, Any]  # Any: as litestar's own type of a guard has it
 AnyRequest = Request[object, object, State]
 
 
@@ -41,37 +45,42 @@ def _reply(answer: Answer) -> Reply:
     return Stream(body, media_type="text/event-stream", headers={**headers, **_STREAM_HEADERS}, status_code=200)
 
 
-@post("/v1/chat/completions", status_code=200)
+async def authenticated(connection: AnyConnection, _: BaseRouteHandler) -> None:
+    """A guard: a key, where keys are needed.  It comes before the body is read."""
+    await provide_gateway(connection.app.state).authenticate(exchange_of(connection.scope))
+
+
+@post("/v1/chat/completions", guards=[authenticated], status_code=200)
 async def chat_completions(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Reply:
     """Answer a conversation."""
     return _reply(await gateway.chat(exchange))
 
 
-@post("/v1/completions", status_code=200)
+@post("/v1/completions", guards=[authenticated], status_code=200)
 async def completions(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Reply:
     """Continue a text."""
     return _reply(await gateway.complete(exchange))
 
 
-@post("/tokenize", status_code=200)
+@post("/tokenize", guards=[authenticated], status_code=200)
 async def tokenize(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """Text or messages as token ids."""
     return json_response(await gateway.tokenize(exchange))
 
 
-@post("/detokenize", status_code=200)
+@post("/detokenize", guards=[authenticated], status_code=200)
 async def detokenize(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """Token ids as text."""
     return json_response(await gateway.detokenize(exchange))
 
 
-@get("/v1/models")
+@get("/v1/models", guards=[authenticated])
 async def models(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     """The one model."""
     return json_response({"object": "list", "data": [gateway.model()]})
 
 
-@get("/v1/models/{model_id:path}")
+@get("/v1/models/{model_id:path}", guards=[authenticated])
 async def model(gateway: NamedDependency[Gateway], model_id: FromPath[str]) -> Response[bytes]:
     """The model by its name, which may hold slashes."""
     name = model_id.removeprefix("/")
@@ -102,28 +111,30 @@ async def metrics(gateway: NamedDependency[Gateway], exchange: NamedDependency[E
     return Response(text, media_type=media_type)
 
 
-@get("/debug/requests")
-async def debug_requests(gateway: NamedDependency[Gateway]) -> Response[bytes]:
-    """The newest requests and where their time went."""
-    return json_response(gateway.hub.debug_requests())
+@get("/debug/requests", guards=[authenticated])
+async def debug_requests(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
+    """The newest requests and where their time went; with a key, those of its tenant."""
+    return json_response(gateway.debug_requests(exchange.ticket))
 
 
-@get("/debug/requests/{request_id:str}")
-async def debug_request(gateway: NamedDependency[Gateway], request_id: FromPath[str]) -> Response[bytes]:
+@get("/debug/requests/{request_id:str}", guards=[authenticated])
+async def debug_request(
+    gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange], request_id: FromPath[str]
+) -> Response[bytes]:
     """One request."""
     found = gateway.hub.debug_request(request_id)
-    if found is None:
+    if found is None or not exchange.ticket.sees(str(found["tenant"])):
         raise ApiError(404, "not_found", "No such request is remembered.", outcome="not_found")
     return json_response(found)
 
 
-@get("/debug/steps")
+@get("/debug/steps", guards=[authenticated])
 async def debug_steps(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     """The newest engine steps."""
     return json_response(gateway.hub.debug_steps())
 
 
-@get("/debug/kv")
+@get("/debug/kv", guards=[authenticated])
 async def debug_kv(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     """Where the KV slots are."""
     return json_response(gateway.hub.debug_kv())

@@ -1,7 +1,8 @@
 """
 What the routes do: the gateway's parts, and the way of a request through them.
 
-    place -> body -> decode -> model? -> template, tokens -> replica -> plan -> launch -> events | whole answer
+    key -> place -> body -> decode -> model? -> template, tokens -> plan -> limits -> replica -> launch
+        -> events | whole answer -> limits settled
 """
 
 import asyncio
@@ -10,9 +11,11 @@ from collections.abc import AsyncIterator, Sequence
 
 from engine.api import Hello
 from gateway import errors
+from gateway.admission import Admission, Ticket
 from gateway.backend import Backend, Replica
 from gateway.config import GatewayOptions
 from gateway.decode import T, check_token_ids, decode, split_prompts
+from gateway.errors import ApiError
 from gateway.exchange import Exchange
 from gateway.generate import Asked, Generation, parameters, plan, weight_attributes
 from gateway.stream import ChatWriter, CompletionWriter, Writer
@@ -32,7 +35,10 @@ Answer = tuple[dict[str, str], bytes | AsyncIterator[bytes]]
 class Gateway:
     """Everything that outlives a request."""
 
-    def __init__(self, options: GatewayOptions, text: ModelText, backend: Backend, hub: Hub) -> None:
+    def __init__(
+        self, options: GatewayOptions, text: ModelText, backend: Backend, hub: Hub, admission: Admission
+    ) -> None:
+        self.admission = admission
         self.options = options
         self.text = text
         self.backend = backend
@@ -45,6 +51,14 @@ class Gateway:
         self._idle.set()
 
     # ---- the routes
+
+    async def authenticate(self, exchange: Exchange) -> None:
+        """For all routes but those of the probes.  Raises ApiError."""
+        try:
+            exchange.ticket = await self.admission.admit(exchange.headers)
+        except ApiError as error:
+            raise await exchange.refused(error) from None
+        exchange.live.tenant = exchange.ticket.tenant
 
     async def chat(self, exchange: Exchange) -> Answer:
         """POST /v1/chat/completions.  Raises ApiError."""
@@ -93,7 +107,7 @@ class Gateway:
     async def tokenize(self, exchange: Exchange) -> dict[str, Json]:
         """POST /tokenize.  Raises ApiError."""
         asked = await self._read(exchange, TokenizeRequest)
-        self._check_model(asked.model)
+        self._check_model(exchange, asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise errors.invalid("Either 'prompt' or 'messages' is needed.", "prompt")
         if asked.messages is not None:
@@ -108,7 +122,7 @@ class Gateway:
     async def detokenize(self, exchange: Exchange) -> dict[str, Json]:
         """POST /detokenize.  Raises ApiError."""
         asked = await self._read(exchange, DetokenizeRequest)
-        self._check_model(asked.model)
+        self._check_model(exchange, asked.model)
         check_token_ids(asked.tokens, self._vocab_size(), "tokens")
         return {"prompt": self.text.decode(asked.tokens)}
 
@@ -128,7 +142,7 @@ class Gateway:
         return await asyncio.to_thread(decode, body, kind, depth_max=self.options.depth_max)
 
     def _admit(self, exchange: Exchange, asked: Asked) -> None:
-        self._check_model(asked.model)
+        self._check_model(exchange, asked.model)
         live = exchange.live
         live.model = self.options.model_name
         live.stream = bool(asked.stream)
@@ -139,9 +153,10 @@ class Gateway:
         if self.draining:
             raise errors.draining()
 
-    def _check_model(self, model: str | None) -> None:
+    def _check_model(self, exchange: Exchange, model: str | None) -> None:
         if model is not None and model != self.options.model_name:
             raise errors.model_not_found(model)
+        exchange.ticket.check_model(self.options.model_name)
 
     def _vocab_size(self) -> int:
         return max([hello.vocab_size for hello in self.backend.hellos()] or [self.text.vocab_size])
@@ -175,10 +190,17 @@ class Gateway:
     async def _launch(
         self, exchange: Exchange, asked: Asked, prompts: list[list[int]]
     ) -> tuple[Generation, Hello, dict[str, str]]:
-        replica, hello = self._choose(exchange)
+        _, hello = self._choose(exchange)
+        planned = plan(asked, prompts, exchange, hello, self.text, self.options)
+        await self.admission.reserve(
+            exchange.ticket,
+            prompt_tokens=sum(map(len, prompts)),
+            sequences=len(planned.messages),
+            tokens_max=asked.tokens_max,
+        )
+        replica, hello = self._choose(exchange)  # again: the first one may have gone while the limits were asked
         exchange.replica = replica
         exchange.one_clock = clock.shares_clock(hello.clock_id)
-        planned = plan(asked, prompts, exchange, hello, self.text, self.options)
         exchange.live.prompt_tokens = sum(len(message.prompt) for message in planned.messages)
         exchange.live.choices = len(planned.messages)
         exchange.live.parameters |= weight_attributes(hello.weights)
@@ -262,7 +284,14 @@ class Gateway:
             for hello in hellos
         ]
         reproducible = all(hello.reproducible for hello in hellos) if hellos else None
-        return {"status": "ok", "model": self.options.model_name, "reproducible": reproducible, "engines": engines}
+        status = "degraded" if self.admission.degraded else "ok"
+        return {"status": status, "model": self.options.model_name, "reproducible": reproducible, "engines": engines}
+
+    def debug_requests(self, ticket: Ticket) -> dict[str, Json]:
+        """The newest requests, as far as they are for these eyes."""
+        requests = self.hub.debug_requests()["requests"]
+        assert isinstance(requests, list)
+        return {"requests": [one for one in requests if isinstance(one, dict) and ticket.sees(str(one["tenant"]))]}
 
     def model(self) -> dict[str, Json]:
         """The model object."""

@@ -71,6 +71,8 @@ OUTCOMES = (
     "timeout",
     "draining",
     "no_healthy_engine",
+    "keys_unavailable",
+    "limits_unavailable",
     "engine_lost",
     "error",
     OTHER,

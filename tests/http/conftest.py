@@ -11,7 +11,9 @@ import pytest
 
 from gateway.config import GatewayOptions
 from gateway.tokens import load
+from tests.cache import servers
 from tests.http.fake_engine import FakeEngine, greet_and_stop
+from tests.http.guard import Guard
 from tests.http.harness import MODEL, LiveGateway, ShellEngine
 from tests.http.model_files import EOS_ID, write_model
 
@@ -90,6 +92,19 @@ def custom(model_dir: Path, vocab_size: int, socket_path: str) -> Iterator[Custo
     for gateway, engine in started:
         gateway.stop()
         engine.stop()
+
+
+@pytest.fixture
+def guard() -> Iterator[Guard]:
+    """A server for keys and limits."""
+    with TemporaryDirectory(prefix="pellucid") as home, servers.embedded(Path(home) / "v") as server:
+        yield Guard(server, Path(home))
+
+
+@pytest.fixture
+def guarded(guard: Guard, custom: Custom) -> tuple[LiveGateway, FakeEngine]:
+    """A gateway in front of a fake engine."""
+    return custom(**guard.options)
 
 
 def options_for(model_dir: Path, path: str) -> GatewayOptions:

@@ -87,7 +87,16 @@ TABLE = (
     Row(
         "launch",
         ("launch",),
-        ("launch", "engine.api", "engine.config", "gateway.config", "cache.embedded", "cache.errors", "cache.pepper", "cache.redis_url"),
+        (
+            "launch",
+            "engine.api",
+            "engine.config",
+            "gateway.config",
+            "cache.embedded",
+            "cache.errors",
+            "cache.pepper",
+            "cache.redis_url",
+        ),
         ("torch", "litestar", "uvicorn", "transformers", *STORES),
     ),
     Row(

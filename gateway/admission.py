@@ -1,0 +1,310 @@
+"""
+Who may ask, and how much: API keys and limits, before an engine hears of a request.
+
+    admit      the headers -> a Ticket: whose request it is; 401, or 503 where nobody can say
+    reserve    the ticket, and about how many tokens -> charged to its key, its tenant and its organisation; 429
+    settle     what it has really used in place of that: once, whatever the end, before the client learns of the end
+
+Keys are needed as soon as one was ever made, and from then on for good: a server that has lost them lets nobody in.
+How many there are is asked when a request comes and the last answer is older than COUNTED_MS.  While the server has
+never said, keys are needed if there may be any: a person has named that server, or there is a pepper, which is made
+with the first key.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import structlog
+
+from cache.connection import Store
+from cache.errors import Misconfigured, Unavailable
+from cache.key_records import NOBODY, Identity, id_in
+from cache.keys import Keys
+from cache.limits import RENEW_S, Figures, Limiter, Refusal, Reservation
+from cache.pepper import UNSET, read_pepper
+from cache.redis_url import parse_redis_url
+from gateway import errors
+from gateway.config import GatewayOptions
+from gateway.errors import ApiError
+from telemetry import clock
+from telemetry.records import RequestRecord
+
+COUNTED_MS = 100
+DEGRADED = "x-pellucid-degraded"
+PRIORITIES = {"high": -1, "normal": 0, "low": 1}
+"""A key's class as the engine's priority: lower goes first."""
+
+_log = structlog.get_logger("pellucid.gateway")
+
+
+class Ticket:
+    """One request's: whose it is, and what is reserved for it."""
+
+    def __init__(self, identity: Identity | None = None) -> None:
+        self.identity = identity
+        """None: no keys are needed, and nothing is limited."""
+        self.headers: dict[str, str] = {}
+        """For its response."""
+        self._held: tuple[Admission, Reservation, int] | None = None
+
+    @property
+    def tenant(self) -> str:
+        """Empty without a key."""
+        return self.identity.key.tenant if self.identity is not None else ""
+
+    def priority(self, asked: int) -> int:
+        """Of the engine's priorities the one that was asked for, but none above that of the key."""
+        if self.identity is None:
+            return asked
+        own = PRIORITIES[self.identity.key.priority]
+        return max(own, asked) if asked else own
+
+    def check_model(self, model: str) -> None:
+        """Raises ApiError: this key is not for that model."""
+        if self.identity is not None and not self.identity.may_use(model):
+            raise errors.model_not_allowed(model)
+
+    def sees(self, tenant: str) -> bool:
+        """Whether requests of `tenant` may be shown to it."""
+        return self.identity is None or tenant == self.tenant
+
+    def hold(self, admission: "Admission", reservation: Reservation, prompt_tokens: int) -> None:
+        """It may run; from now on something is to be settled."""
+        assert self._held is None, "a request reserves once"
+        self._held = (admission, reservation, prompt_tokens)
+
+    async def settle(self, *, output_tokens: int, complete: bool) -> None:
+        """
+        The request's end, as far as the engine is concerned.  What comes later does nothing.
+
+        A failure before the first token costs nothing; what was generated is charged, whatever came of it.
+        """
+        held, self._held = self._held, None  # first: who is cancelled while it waits has settled all the same
+        if held is not None:
+            admission, reservation, prompt_tokens = held
+            used = prompt_tokens + output_tokens if complete or output_tokens else None
+            await admission.settle(reservation, used)
+
+    async def close(self, record: RequestRecord) -> None:
+        """The end of a request whose client was not told of one: it left.  What was computed for it is charged."""
+        held, self._held = self._held, None
+        if held is not None:
+            admission, reservation, prompt_tokens = held
+            prompt_used = prompt_tokens if record.output_tokens else min(prompt_tokens, record.computed_tokens)
+            await admission.settle(reservation, prompt_used + record.output_tokens)
+
+
+class Admission:
+    """The gateway's keys and limits; without a server for them, everybody may ask for everything."""
+
+    def __init__(self, options: GatewayOptions) -> None:
+        """Raises Misconfigured."""
+        self._options = options
+        self._store: Store | None = None
+        self._keys_needed = False
+        self._counted_ns: int | None = None  # when the server last said how many keys there are
+        self._held: dict[str, Reservation] = {}
+        self._renewing: asyncio.Task[None] | None = None
+        if not options.redis_url:
+            return
+        self._store = Store(parse_redis_url(options.redis_url))
+        self._limiter = Limiter(self._store)
+        self._pepper = self._read_pepper()
+        self._keys = Keys(self._store, self._pepper or UNSET)
+
+    async def start(self) -> None:
+        """Look whether the server is there; it may come later."""
+        if self._store is not None:
+            await self._store.start()
+            self._renewing = asyncio.create_task(self._renew_all(), name="renew leases")
+
+    async def stop(self) -> None:
+        """After the last request."""
+        if self._store is None:
+            return
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait({self._renewing})
+        await self._limiter.aclose()
+        await self._store.aclose()
+
+    @property
+    def degraded(self) -> bool:
+        """Whether the server is away: limits are kept by each gateway for itself, keys as they were known."""
+        return self._store is not None and self._store.health.state == "open"
+
+    # ---- who
+
+    async def admit(self, headers: Mapping[str, str]) -> Ticket:
+        """Whose request it is.  Raises ApiError; missing, unknown, revoked and expired keys look alike."""
+        if self._store is None:
+            return Ticket()
+        presented = _presented(headers)
+        try:
+            if not await self._needs_key(presented):
+                return self._ticket(None)
+            identity = await self._keys.verify(presented)
+        except Unavailable:
+            raise errors.keys_unavailable() from None
+        if identity is None:
+            raise errors.unauthorized()
+        return self._ticket(identity)
+
+    def _ticket(self, identity: Identity | None) -> Ticket:
+        ticket = Ticket(identity)
+        if self.degraded:
+            ticket.headers[DEGRADED] = "limits"
+        return ticket
+
+    async def _needs_key(self, presented: str) -> bool:
+        """Raises Unavailable."""
+        now_ns = clock.now_ns()
+        fresh = self._counted_ns is not None and now_ns - self._counted_ns < COUNTED_MS * 1_000_000
+        if not self._keys_needed and (not fresh or id_in(presented) != NOBODY):
+            try:
+                self._keys_needed = await self._keys.count() > 0
+                self._counted_ns = clock.now_ns()
+            except Unavailable:
+                there_may_be = self._options.redis_named or self._find_pepper()
+                if self._counted_ns is None and there_may_be:
+                    raise
+        if self._keys_needed and not self._find_pepper():
+            _log.error("API keys exist, but their pepper is missing", file=self._options.pepper_file)
+            raise Unavailable("no pepper")
+        return self._keys_needed
+
+    def _find_pepper(self) -> bool:
+        """Whether there is one by now: the first key may have been made since the last look."""
+        assert self._store is not None
+        if self._pepper is None:
+            try:
+                self._pepper = self._read_pepper()
+            except Misconfigured as error:
+                _log.error("the pepper cannot be used", error=str(error))
+            if self._pepper is not None:
+                self._keys = Keys(self._store, self._pepper)
+        return self._pepper is not None
+
+    def _read_pepper(self) -> bytes | None:
+        file = self._options.pepper_file
+        return read_pepper(Path(file) if file else None, os.environ)
+
+    # ---- how much
+
+    async def reserve(self, ticket: Ticket, *, prompt_tokens: int, sequences: int, tokens_max: int | None) -> None:
+        """
+        Charge about what the request will use.  Raises ApiError: not now, or never.
+
+        Args:
+            ticket: whose it is.
+            prompt_tokens: of all its prompts, each once.
+            sequences: how many will be generated.
+            tokens_max: what the client allows each of them; None: it has not said.
+        """
+        if ticket.identity is None:
+            return
+        account = ticket.identity.account
+        tokens = account.estimate_tokens(
+            prompt_tokens=prompt_tokens,
+            asked_tokens=None if tokens_max is None else tokens_max * sequences,
+            default_tokens=self._options.output_tokens_estimated * sequences,
+        )
+        try:
+            answer = await self._limiter.reserve(account, tokens=tokens)
+        except Unavailable:
+            raise errors.limits_unavailable() from None
+        ticket.headers |= _figures(answer.figures)
+        if answer.source in ("local", "open"):
+            ticket.headers[DEGRADED] = "limits"
+        if isinstance(answer, Refusal):
+            raise refused(answer, tokens)
+        self._held[answer.id] = answer
+        ticket.hold(self, answer, prompt_tokens)
+
+    async def settle(self, reservation: Reservation, tokens: int | None) -> None:
+        """Charge `tokens`; None: all of it back.  Whoever is cancelled meanwhile, it happens, and once."""
+        self._held.pop(reservation.id, None)
+        if tokens is None:
+            await self._limiter.refund(reservation)
+        else:
+            await self._limiter.settle(reservation, tokens=tokens)
+
+    async def _renew_all(self) -> None:
+        """Here and not in the streams: in the queue and in a long prefill those have nothing to do."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            for reservation in list(self._held.values()):
+                if reservation.id in self._held:
+                    await self._limiter.renew(reservation)
+
+
+def _presented(headers: Mapping[str, str]) -> str:
+    """The key that a request shows; empty without one."""
+    scheme, _, text = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return text.strip()
+    return headers.get("x-api-key", "").strip()
+
+
+def refused(refusal: Refusal, tokens: int) -> ApiError:
+    """A refusal of the limits as the client sees it."""
+    level, kind = refusal.level, refusal.limit
+    whose = f"this {level.name}"
+    if kind == "spend" or not refusal.can_succeed:
+        wanted = f" The request needs about {tokens} tokens." if kind == "tokens" else ""
+        message = f"The quota of {whose} does not allow this request ({_limit(refusal)}).{wanted}"
+        headers = {"x-should-retry": "false"} | (_after(refusal.retry_after_ms) if refusal.can_succeed else {})
+        return ApiError(429, "insufficient_quota", message, kind="insufficient_quota", headers=headers, outcome="quota")
+    message = f"Rate limit of {whose} reached ({_limit(refusal)}). Try again in {refusal.retry_after_ms / 1000:g} s."
+    kind_of_error = "tokens" if kind == "tokens" else "requests"
+    headers = _after(refusal.retry_after_ms)
+    return ApiError(429, "rate_limit_exceeded", message, kind=kind_of_error, headers=headers, outcome="rate_limited")
+
+
+def _limit(refusal: Refusal) -> str:
+    limits = refusal.level.limits
+    match refusal.limit:
+        case "requests":
+            return f"{limits.requests_per_minute} requests per minute"
+        case "tokens":
+            return f"{limits.tokens_per_minute} tokens per minute"
+        case "concurrent":
+            return f"{limits.concurrent} requests at the same time"
+        case "spend":
+            return "spend per day"
+
+
+def _after(wait_ms: int) -> dict[str, str]:
+    """Never too early: who comes back in time is let in."""
+    wait_ms = max(1, wait_ms)
+    return {"retry-after": str(-(-wait_ms // 1000)), "retry-after-ms": str(wait_ms)}
+
+
+def _figures(figures: Figures) -> dict[str, str]:
+    """`x-ratelimit-*`, of the level that is tightest; nothing where nothing is limited, or known."""
+    values = {
+        "limit-requests": _text(figures.requests_limit),
+        "remaining-requests": _text(figures.requests_remaining),
+        "reset-requests": duration(figures.requests_reset_ms),
+        "limit-tokens": _text(figures.tokens_limit),
+        "remaining-tokens": _text(figures.tokens_remaining),
+        "reset-tokens": duration(figures.tokens_reset_ms),
+    }
+    return {f"x-ratelimit-{name}": value for name, value in values.items() if value}
+
+
+def _text(number: int | None) -> str:
+    return "" if number is None else str(number)
+
+
+def duration(wait_ms: int | None) -> str:
+    """`12ms`, `1s`, `6m0s`, `1h0m0s`: rounded up."""
+    if wait_ms is None:
+        return ""
+    if wait_ms < 1000:
+        return f"{wait_ms}ms"
+    minutes, seconds = divmod(-(-wait_ms // 1000), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{seconds}s"

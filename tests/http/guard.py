@@ -1,0 +1,105 @@
+"""
+A gateway with keys and limits, on a real embedded Valkey, and the book as the server has it.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import openai
+
+from cache.accounts import Limits
+from cache.connection import Store
+from cache.key_records import Issued, Tenant
+from cache.keys import Keys
+from cache.pepper import make_pepper
+from cache.redis_url import parse_redis_url
+from tests.cache.servers import Server
+from tests.http.asking import COMPLETIONS_URL, Pair, prompt
+
+WAIT_S = 20.0
+_Result = TypeVar("_Result")
+
+
+class Guard:
+    """The server, and the pepper beside it."""
+
+    def __init__(self, server: Server, home: Path) -> None:
+        self.server = server
+        self.pepper_file = home / "pepper"
+
+    @property
+    def options(self) -> dict[str, object]:
+        """For a gateway."""
+        return {"redis_url": self.server.url, "pepper_file": str(self.pepper_file)}
+
+    def create(
+        self,
+        *,
+        tenant: str = "blue",
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        ago_s: int = 0,
+        **more: Any,
+    ) -> Issued:
+        """A new key, made `ago_s` ago."""
+        return self._ask(lambda keys: keys.create(tenant=tenant, actor="test", limits=limits, **more), ago_s)
+
+    def revoke(self, key_id: str) -> None:
+        """End a key."""
+        self._ask(lambda keys: keys.revoke(key_id, actor="test"))
+
+    def put_tenant(self, tenant: Tenant) -> None:
+        """Change a tenant."""
+        self._ask(lambda keys: keys.put_tenant(tenant, actor="test"))
+
+    def _ask(self, do: Callable[[Keys], Awaitable[_Result]], ago_s: int = 0) -> _Result:
+        async def asking() -> _Result:
+            store = Store(parse_redis_url(self.server.url), connect_timeout_ms=5000, command_timeout_ms=5000)
+            try:
+                pepper = make_pepper(self.pepper_file, {})
+                return await do(Keys(store, pepper, time_s=lambda: time.time() - ago_s))
+            finally:
+                await store.aclose()
+
+        return asyncio.run(asyncio.wait_for(asking(), WAIT_S))
+
+    # ---- the book
+
+    def left(self, key_id: str) -> tuple[int, int]:
+        """Requests and tokens in the buckets of a key, as they were written last."""
+        reply = self.server.ask("GET", f"pellucid:{{default}}:limits:key:{key_id}").split(b"\r\n")[1].split()
+        return int(reply[1]), int(reply[3])
+
+    def running(self, key_id: str) -> int:
+        """Slots of a key that are taken."""
+        return int(self.server.ask("ZCARD", f"pellucid:{{default}}:leases:key:{key_id}")[1:])
+
+    def reservations(self) -> int:
+        """What is not settled."""
+        return int(self.server.ask("KEYS", "pellucid:*:reservation:*").split(b"\r\n")[0][1:])
+
+
+def bearer(key: str) -> dict[str, str]:
+    """Its header."""
+    return {"authorization": f"Bearer {key}"}
+
+
+def ask(pair: Pair, key: str, **fields: object) -> httpx.Response:
+    """A completion."""
+    return pair[0].client.post(COMPLETIONS_URL, json=prompt(**fields), headers=bearer(key))
+
+
+def sdk(pair: Pair, key: str) -> openai.OpenAI:
+    """The official client, which asks once."""
+    return openai.OpenAI(base_url=f"{pair[0].url}/v1", api_key=key, max_retries=0)
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    """Wait for something that another process or thread does."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.01)
