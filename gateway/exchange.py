@@ -19,8 +19,8 @@ from litestar.types import ASGIApp, HTTPScope, Message, Receive, ReceiveMessage,
 
 from gateway import cors, errors
 from gateway.admission import Ticket
-from gateway.backend import Call, Flight, Replica
 from gateway.book import Book
+from gateway.calls import Call, Flight
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
 from gateway.stream import Tokens
@@ -58,8 +58,6 @@ class Exchange:
         )
         self.flight = Flight()
         self.ticket = Ticket()
-        self.replica: Replica | None = None
-        self.one_clock = False
         self.outcome = ""  # as the route says; empty: the status says it
         self.answered = False  # the client has been sent all that there is: leaving now is no disconnect
         self.bill: Tokens | None = None  # once an answer is complete: what its usage says, shown or not
@@ -184,8 +182,7 @@ class Exchange:
         timeout_s = self._front.options.record_timeout_s
         running = [call for call in self.flight.calls if call.finish is None]
         for call in running:
-            if self.replica is not None:
-                self.replica.abort(call)
+            call.abort()
         closed_ns = clock.now_ns()
         waiting = [call.record_came.wait() for call in self.flight.calls if call.sent_ns]
         if waiting:
@@ -196,8 +193,7 @@ class Exchange:
             closed_ns = clock.now_ns()  # The engine had it until now; else the end was that of the response.
         for call in self.flight.calls:
             call.abandon(closed_ns)
-            if self.replica is not None:
-                self.replica.release(call)
+            call.release()
         self.settle()
         record = self._record(max(closed_ns, self._last_ns()))
         await self.ticket.close(record)
@@ -217,7 +213,7 @@ class Exchange:
             closed_ns,
             last.record if last else None,
             accepted_ns=last.accepted_ns if last else 0,
-            one_clock=self.one_clock,
+            one_clock=last.one_clock if last else False,
         )
         records = [call.record for call in calls if call.record is not None]
         bill = self.bill

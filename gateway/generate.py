@@ -19,11 +19,12 @@ import structlog
 
 from engine.api import GenerateRequest, Hello, Sampling, WeightFacts
 from gateway import errors
-from gateway.backend import Call
+from gateway.calls import Call
 from gateway.config import GatewayOptions
 from gateway.decode import token_biases
 from gateway.errors import ApiError
 from gateway.exchange import Exchange
+from gateway.replica import Replica
 from gateway.stream import DONE, Choice, Tokens, Writer, event
 from gateway.text import Piece, TextStream
 from gateway.tokens import ModelText
@@ -233,11 +234,9 @@ class Generation:
             for message in planned.messages
         ]
 
-    async def launch(self) -> dict[str, str]:
+    async def launch(self, replica: Replica) -> dict[str, str]:
         """Send, and wait until all are accepted.  Returns headers that say what that took.  Raises ApiError."""
         exchange = self._exchange
-        replica = exchange.replica
-        assert replica is not None, "a replica is chosen before anything is launched"
         sent_ns = clock.now_ns()
         exchange.book.dispatched(sent_ns)
         for one in self._running:
@@ -318,8 +317,7 @@ class Generation:
         call, exchange = one.call, self._exchange
         if one.text.stopped and not call.stopped:
             call.stopped = True
-            if exchange.replica is not None:
-                exchange.replica.abort(call)
+            call.abort()
             loop = asyncio.get_running_loop()
             loop.call_later(self._options.record_timeout_s, lambda: call.abandon(clock.now_ns()))
         live = exchange.live

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from engine.api import Hello
 from gateway import errors
 from gateway.admission import Admission, Ticket
-from gateway.backend import Backend, Replica
+from gateway.backend import Backend
 from gateway.config import GatewayOptions
 from gateway.decode import T, check_token_ids, decode, split_prompts
 from gateway.errors import ApiError
@@ -190,17 +190,16 @@ class Gateway:
     async def _launch(
         self, exchange: Exchange, asked: Asked, prompts: list[list[int]]
     ) -> tuple[Generation, Hello, dict[str, str]]:
-        _, hello = self._choose(exchange)
-        planned = plan(asked, prompts, exchange, hello, self.text, self.options)
+        self._check_wanted(exchange)
+        planned = plan(asked, prompts, exchange, self.backend.facts(), self.text, self.options)
         await self.admission.reserve(
             exchange.ticket,
             prompt_tokens=sum(map(len, prompts)),
             sequences=len(planned.messages),
             tokens_max=asked.tokens_max,
         )
-        replica, hello = self._choose(exchange)  # again: the first one may have gone while the limits were asked
-        exchange.replica = replica
-        exchange.one_clock = clock.shares_clock(hello.clock_id)
+        replica, hello = await self.backend.choose(planned.messages)
+        self._check_wanted(exchange)
         exchange.live.prompt_tokens = sum(len(message.prompt) for message in planned.messages)
         exchange.live.choices = len(planned.messages)
         exchange.live.parameters |= weight_attributes(hello.weights)
@@ -208,15 +207,15 @@ class Gateway:
         self._idle.clear()
         generation = Generation(exchange, planned, self.text, self.options)
         async with exchange.watched():
-            headers = await generation.launch()
+            headers = await generation.launch(replica)
         return generation, hello, headers
 
-    def _choose(self, exchange: Exchange) -> tuple[Replica, Hello]:
+    def _check_wanted(self, exchange: Exchange) -> None:
+        """Nothing is sent for a client that has left, or into a drain, while something was awaited."""
         if exchange.flight.error is not None:
-            raise exchange.flight.error  # The client left, or we are draining, while the prompt was tokenized.
+            raise exchange.flight.error
         if self.draining:
             raise errors.draining()
-        return self.backend.choose()
 
     async def _answer(
         self, exchange: Exchange, asked: Asked, generation: Generation, writer: Writer

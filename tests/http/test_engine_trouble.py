@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.backend import Call, Flight
+from gateway.calls import Call, Flight
 from telemetry.clock import now_ns
 from tests.http.asking import raw_request
 from tests.http.conftest import Custom
@@ -171,7 +171,7 @@ class TestEngineTrouble:
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
 
     def test_it_never_says_hello(self, custom: Custom, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("gateway.backend.CONNECT_TIMEOUT_S", 0.2)
+        monkeypatch.setattr("gateway.replica.CONNECT_TIMEOUT_S", 0.2)
         gateway, _ = custom(greets=False, ready=False)
         assert gateway.client.post(URL, json=CHAT).status_code == 503
 
