@@ -1,8 +1,8 @@
 """
 What crosses the line between the gateway and the engine, and how it is framed.
 
-    gateway -> engine    GenerateRequest, Abort                one message a frame
-    engine -> gateway    Hello, once; then one StepFrame per step: all deltas of that step and its record
+    gateway -> engine    GenerateRequest, Abort, Ping          one message a frame
+    engine -> gateway    Hello, once; then one StepFrame per step: all deltas of that step and its record; Pong
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack.  The engine knows token ids, never text.
 """
@@ -67,6 +67,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 Message = GenerateRequest | Abort
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Are you there?  Answered between two steps, by the server: the scheduler does not hear of it."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -161,10 +165,14 @@ class StepFrame(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     step: StepRecord | None = None  # None: nothing was computed, only door decisions and aborts
 
 
-EngineFrame = Hello | StepFrame
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """Yes."""
+
+
+EngineFrame = Hello | StepFrame | Pong
 
 _encoder = msgspec.msgpack.Encoder()
-_message_decoder = msgspec.msgpack.Decoder(Message)
+_message_decoder = msgspec.msgpack.Decoder(Message | Ping)
 _frame_decoder = msgspec.msgpack.Decoder(EngineFrame)
 
 
@@ -172,7 +180,7 @@ class FrameError(Exception):
     """The other side sent what is no frame: the connection is of no use any more."""
 
 
-def encode(value: Message | EngineFrame) -> bytes:
+def encode(value: Message | Ping | EngineFrame) -> bytes:
     """One frame, length included."""
     body = _encoder.encode(value)
     if len(body) > FRAME_BYTES_MAX:
@@ -200,12 +208,13 @@ class FrameReader:
             yield body
 
 
-def decode_message(body: bytes) -> Message:
+def decode_message(body: bytes) -> Message | Ping:
     """A message to the engine.  Raises FrameError."""
     try:
-        return _message_decoder.decode(body)
+        message: Message | Ping = _message_decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise FrameError(f"not a message: {error}") from error
+    return message
 
 
 def decode_frame(body: bytes) -> EngineFrame:

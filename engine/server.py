@@ -24,6 +24,8 @@ from engine.api import (
     GenerateRequest,
     Hello,
     Message,
+    Ping,
+    Pong,
     StepFrame,
     Usage,
     decode_message,
@@ -36,6 +38,7 @@ RECEIVE_BYTES = 1 << 18
 STEPS_BACKLOG_MAX = 256
 FRAME_WEIGHT_MAX = 500_000  # numbers of at most 9 bytes in one frame; one delta more than that still fits
 CONNECTIONS_MAX = 64
+PONG = encode(Pong())
 
 
 log = structlog.get_logger("engine")
@@ -78,9 +81,9 @@ class Connection:
         if len(self._steps) > STEPS_BACKLOG_MAX:
             self._steps.popleft()
 
-    def greet(self, hello: bytes) -> None:
-        """The first frame."""
-        self._out += hello
+    def say(self, frame: bytes) -> None:
+        """A frame that is no news of requests: it may overtake those that wait to be packed."""
+        self._out += frame
 
     def flush(self) -> None:
         """Write as much as the socket takes.  Raises OSError if the gateway is gone."""
@@ -202,7 +205,7 @@ class Server:
         connection = Connection(peer)
         self._connections[peer.fileno()] = connection
         self._selector.register(peer, selectors.EVENT_READ)
-        connection.greet(self._hello)
+        connection.say(self._hello)
         self._flush(connection)
 
     def _serve(self, connection: Connection, events: int) -> list[Message]:
@@ -220,8 +223,12 @@ class Server:
                 return messages + self._drop(connection)
         return messages + self._flush(connection)
 
-    def _own(self, connection: Connection, message: Message) -> list[Message]:
+    def _own(self, connection: Connection, message: Message | Ping) -> list[Message]:
         match message:
+            case Ping():
+                if not connection.unsent:  # Else something is on its way, and says the same.
+                    connection.say(PONG)
+                return []
             case GenerateRequest(request_id=request_id):
                 if request_id in self._owner:
                     self._turn_away(connection, request_id)

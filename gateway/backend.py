@@ -10,9 +10,13 @@ from gateway import errors
 from gateway.calls import Call
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
+from gateway.poison import Poison
 from gateway.replica import Replica, Watcher
+from gateway.rescue import Rescue
 from telemetry import clock
 
+PROBE_S = 1.0
+"""How often an idle engine is asked whether it is there."""
 DEADLINE_GRACE_S = 2.0  # the engine enforces the deadline itself; this is for one that does not
 
 
@@ -21,8 +25,17 @@ class Backend:
 
     def __init__(self, options: GatewayOptions, watcher: Watcher) -> None:
         self._options = options
+        self.poison = Poison()
+        self._rescue = Rescue(self.poison, self.choose, deadline_s=options.resume_deadline_s)
         self.replicas = [
-            Replica(address, watcher, silence_max_s=options.first_frame_timeout_s) for address in options.engines
+            Replica(
+                address,
+                watcher,
+                self._rescue,
+                silence_s=options.silence_s,
+                silence_max_s=options.first_frame_timeout_s,
+            )
+            for address in options.engines
         ]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -32,6 +45,7 @@ class Backend:
             asyncio.create_task(replica.run(), name=f"engine {replica.address}") for replica in self.replicas
         ]
         self._tasks.append(asyncio.create_task(self._watch(), name="engine deadlines"))
+        self._tasks.append(asyncio.create_task(self._rescue.run(), name="engine losses"))
 
     async def stop(self) -> None:
         """Let all connections go."""
@@ -43,14 +57,18 @@ class Backend:
         """What a healthy engine says of itself: enough to plan a request.  Raises ApiError when there is none."""
         return self._healthy()[0][1]
 
-    async def choose(self, messages: Sequence[GenerateRequest]) -> tuple[Replica, Hello]:
+    async def choose(self, messages: Sequence[GenerateRequest], fingerprint: str = "") -> tuple[Replica, Hello]:
         """
         The healthy replica with the fewest calls.  Raises ApiError when there is none.
 
         Args:
             messages: the sequences of one request; they stay together.
+            fingerprint: only engines with these weights, if it is not empty.
         """
-        return min(self._healthy(), key=lambda one: len(one[0].calls))
+        fit = [one for one in self._healthy() if fingerprint in ("", one[1].fingerprint)]
+        if not fit:
+            raise errors.no_engine()
+        return min(fit, key=lambda one: one[0].working)
 
     def _healthy(self) -> list[tuple[Replica, Hello]]:
         now_ns = clock.now_ns()
@@ -74,28 +92,26 @@ class Backend:
         return any(request_id in replica.calls for replica in self.replicas)
 
     async def _watch(self) -> None:
-        """Time out the calls of engines that are silent, or that do not keep the deadline."""
-        tick_s = min(1.0, self._options.first_frame_timeout_s / 4)
+        """Look after engines that are silent, and after calls whose engine does not keep the deadline."""
+        options = self._options
+        tick_s = min(PROBE_S, options.silence_s / 4, options.first_frame_timeout_s / 4)
         while True:
             await asyncio.sleep(tick_s)
             now_ns = clock.now_ns()
             for replica in self.replicas:
-                silent_s = replica.silent_s(now_ns)
+                replica.probe(now_ns)
                 for call in list(replica.calls.values()):
-                    error = self._overdue(call, silent_s, now_ns)
+                    error = self._overdue(call, now_ns)
                     if error is not None:
                         call.abort()
                         call.flight.interrupt(error)
 
-    def _overdue(self, call: Call, silent_s: float, now_ns: int) -> ApiError | None:
+    def _overdue(self, call: Call, now_ns: int) -> ApiError | None:
         if call.finish is not None:
             return None
-        age_s = (now_ns - call.sent_ns) / 1e9
         limit_s = self._options.first_frame_timeout_s
-        if not call.accepted_ns and age_s > limit_s:
+        if not call.accepted_ns and (now_ns - call.sent_ns) / 1e9 > limit_s:
             return errors.engine_timeout(f"The engine did not take the request within {limit_s:g} s.")
-        if silent_s > limit_s and age_s > limit_s:
-            return errors.engine_timeout(f"The engine has been silent for {limit_s:g} s.")
-        if age_s > self._options.request_timeout_s + DEADLINE_GRACE_S:
+        if (now_ns - call.opened_ns) / 1e9 > self._options.request_timeout_s + DEADLINE_GRACE_S:
             return errors.engine_timeout(f"The request took longer than {self._options.request_timeout_s:g} s.")
         return None

@@ -4,10 +4,18 @@ The gateway's half of a request's latency book, and how it is joined with the en
     parse | tokenize | dispatch | <the engine's states> | deliver | send, send_blocked | finalize
                      ^ sent     ^ accepted              ^ finished  ^ last news here
 
+An engine that is gone has taken its book with it.  All that is known of such a life is when we sent the request, heard
+that it was taken, and lost it; what follows, until the next engine has it, is no dispatch but a resume:
+
+    ... | dispatch | lost | resume | <the next engine's states> | deliver ...
+
 While the engine has the request its book counts, whatever the gateway does meanwhile.  Both read one clock on one host;
 where they do not, only the engine's durations are used and the difference counts as dispatch.
 """
 
+from collections.abc import Sequence
+
+from gateway.calls import Life
 from telemetry.ledger import Ledger
 from telemetry.records import RequestRecord
 
@@ -64,19 +72,33 @@ class Book:
         self.enter("send_blocked" if blocked else "send", began_ns)
         self.enter("send", ended_ns)
 
-    def close(self, now_ns: int, record: RequestRecord | None, *, accepted_ns: int, one_clock: bool) -> dict[str, int]:
+    def close(
+        self,
+        now_ns: int,
+        record: RequestRecord | None,
+        *,
+        accepted_ns: int,
+        one_clock: bool,
+        lives: Sequence[Life] = (),
+    ) -> dict[str, int]:
         """
         All states up to `now_ns`; they sum to `now_ns - opened_ns`.
 
         `record` is the engine's book, of the sequence that finished last; without one, all after `accepted_ns` (when
-        we heard that the engine took the request) counts as deliver.
+        we heard that the engine took the request) counts as deliver.  `lives` are those that it lost before.
         """
         ledger = self._ledger
         if self._dispatched_ns is None:
             return ledger.spent(now_ns)
         received_ns = self._tail.opened_ns if self._tail else now_ns
+        started_ns = self._dispatched_ns
+        for life in lives:
+            if life.accepted_ns:
+                ledger.enter("lost", life.accepted_ns)
+            ledger.enter("resume", life.lost_ns)
+            started_ns = life.lost_ns
         if record is not None and record.imbalance() == 0:
-            self._splice(record, self._dispatched_ns, received_ns, one_clock=one_clock)
+            self._splice(record, started_ns, received_ns, one_clock=one_clock)
         elif accepted_ns:
             ledger.enter("deliver", min(accepted_ns, received_ns))
         ledger.enter("finalize", received_ns)

@@ -4,12 +4,19 @@ What one HTTP request has in the hands of engines, and what they have said of it
     Call       one sequence: sent, accepted, tokens, finish, record.  News that nobody has read yet merge.
     Flight     the calls of one HTTP request, and whatever ends all of them at once (client gone, engine lost, drain)
 
-A call keeps all that is needed to send it again: its message, and every token it has emitted.
+A call keeps all that is needed to send it again: its message, and every token it has emitted.  So it outlives its
+engine: what it is sent as next is its prompt and its output so far, and the rest comes out as it would have (DESIGN 5).
+
+    sent -> accepted -> tokens ... -> finish
+     ^                     |
+     +---- lost <----------+    a life ends with its engine; the next one begins where it stood
 """
 
 import asyncio
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import msgspec
 
 from engine.api import Delta, Finish, GenerateRequest, TokenLogprobs, Usage
 from gateway.errors import ApiError
@@ -52,21 +59,40 @@ class Flight:
             raise self.error
 
 
+class Life(NamedTuple):
+    """A call in the hands of an engine that is gone."""
+
+    sent_ns: int
+    accepted_ns: int
+    """0: never."""
+    lost_ns: int
+    progressed: bool
+    """Whether tokens had come."""
+
+
 class Call:
-    """One sequence in the hands of a replica."""
+    """One sequence, in the hands of one engine after the other."""
 
     def __init__(self, message: GenerateRequest, flight: Flight) -> None:
         self.message = message
+        """As it is sent: for a later life the prompt goes on with what was emitted."""
+        self.first_message = message
         self.flight = flight
         self.engine: Engine | None = None
         """Who has it now; None: nobody."""
         self.one_clock = False
         """Whether that engine reads the clock that we read."""
+        self.fingerprint = ""
+        """Of the weights that it was begun with; only those say the same again."""
+        self.lives: list[Life] = []
+        """Those that are over."""
         self.emitted: list[int] = []
-        """All tokens so far: with the message, enough to go on elsewhere."""
+        """All tokens so far."""
         self.sent_ns = 0
-        self.accepted_ns = 0  # when we heard of it; 0: not yet
+        self.accepted_ns = 0  # when we heard of it, in this life; 0: not yet
         self.first_token_ns = 0
+        self.progressed = False
+        """Whether it has come further in this life."""
         self.finish: Finish | None = None
         self.finished_ns = 0  # when we heard of it
         self.record: RequestRecord | None = None
@@ -79,8 +105,32 @@ class Call:
 
     @property
     def request_id(self) -> str:
-        """The engine's name of it."""
+        """The engine's name of it: another one in each life, for an engine may still know the one before."""
         return self.message.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt that was asked for."""
+        return len(self.first_message.prompt)
+
+    @property
+    def opened_ns(self) -> int:
+        """When it was sent for the first time; 0: not yet."""
+        return self.lives[0].sent_ns if self.lives else self.sent_ns
+
+    @property
+    def resumes(self) -> int:
+        """How often another engine was given it."""
+        return sum(life.lost_ns <= self.sent_ns for life in self.lives)
+
+    @property
+    def lost(self) -> bool:
+        """Whether it waits for another engine."""
+        return bool(self.lives) and self.engine is None and self.finish is None
+
+    def sent(self, engine: Engine, *, one_clock: bool, fingerprint: str, now_ns: int) -> None:
+        """An engine has been given it."""
+        self.engine, self.one_clock, self.fingerprint, self.sent_ns = engine, one_clock, fingerprint, now_ns
 
     def take(self, delta: Delta, now_ns: int) -> None:
         """News from the engine."""
@@ -90,11 +140,29 @@ class Call:
         if not refused:
             self.accepted_ns = self.accepted_ns or now_ns
         if delta.tokens:
+            self.progressed = True
             self.first_token_ns = self.first_token_ns or now_ns
             self.emitted.extend(delta.tokens)
             self._logprobs.extend(delta.logprobs)
         if delta.finish is not None:
             self.finish, self.finished_ns = delta.finish, now_ns
+        self.flight.wake()
+
+    def lose(self, now_ns: int) -> None:
+        """Its engine is gone, and with it the book of this life."""
+        assert self.finish is None, "it has ended: there is nothing to lose"
+        self.lives.append(Life(self.sent_ns, self.accepted_ns, now_ns, self.progressed))
+        self.engine, self.accepted_ns, self.progressed = None, 0, False
+        deadline_s = self.first_message.deadline_s
+        if deadline_s:
+            deadline_s = max(1e-3, deadline_s - (now_ns - self.opened_ns) / 1e9)
+        self.message = msgspec.structs.replace(
+            self.first_message,
+            request_id=f"{self.first_message.request_id}~{len(self.lives)}",
+            prompt=(*self.first_message.prompt, *self.emitted),
+            resume=len(self.emitted),
+            deadline_s=deadline_s,
+        )
         self.flight.wake()
 
     def unread(self) -> Iterable[tuple[int, TokenLogprobs | None]]:
@@ -124,7 +192,7 @@ class Call:
     def abandon(self, now_ns: int) -> None:
         """Stop waiting for the engine's last word."""
         if self.finish is None:
-            self.finish = Finish("abort", Usage(len(self.message.prompt), 0, len(self.emitted)))
+            self.finish = Finish("abort", Usage(self.prompt_tokens, 0, len(self.emitted)))
             self.finished_ns = now_ns
         self.record_came.set()
         self.flight.wake()

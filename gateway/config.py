@@ -39,7 +39,11 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     output_tokens_estimated: int = 512
     """What is reserved of a key's limits for an output at most; a longer one is charged at its end."""
     first_frame_timeout_s: float = 60.0
-    """An engine that has work and is silent for so long is not ready."""
+    """An engine that owes an answer for so long is gone, however long its steps may take."""
+    silence_s: float = 5.0
+    """The same for one whose steps are known to be short."""
+    resume_deadline_s: float = 30.0
+    """How long a request whose engine is gone waits for another one; 0: not at all."""
     send_timeout_s: float = 120.0
     """A client that reads nothing for so long is taken for gone."""
     record_timeout_s: float = 2.0

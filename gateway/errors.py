@@ -156,6 +156,12 @@ def engine_lost() -> ApiError:
     return ApiError(502, "bad_gateway", message, kind="server_error", outcome="engine_lost")
 
 
+def poisonous() -> ApiError:
+    """It has killed engines, and may not try it on the next one."""
+    message = "Engines have died of this request; it is refused for some minutes."
+    return ApiError(400, "request_refused", message, outcome="poisonous")
+
+
 def engine_timeout(message: str) -> ApiError:
     """The engine was silent for too long, or the whole took too long."""
     return ApiError(504, "engine_timeout", message, kind="server_error", outcome="timeout")

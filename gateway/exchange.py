@@ -184,7 +184,7 @@ class Exchange:
         for call in running:
             call.abort()
         closed_ns = clock.now_ns()
-        waiting = [call.record_came.wait() for call in self.flight.calls if call.sent_ns]
+        waiting = [call.record_came.wait() for call in self.flight.calls if call.engine is not None]
         if waiting:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -214,6 +214,7 @@ class Exchange:
             last.record if last else None,
             accepted_ns=last.accepted_ns if last else 0,
             one_clock=last.one_clock if last else False,
+            lives=last.lives if last else (),
         )
         records = [call.record for call in calls if call.record is not None]
         bill = self.bill
@@ -234,6 +235,7 @@ class Exchange:
             draft_accepted_tokens=_sum(records, "draft_accepted_tokens"),
             draft_rejected_tokens=_sum(records, "draft_rejected_tokens"),
             preemptions=_sum(records, "preemptions"),
+            resumes=sum(call.resumes for call in calls),
             steps=_sum(records, "steps"),
             kv_block_ns=_sum(records, "kv_block_ns"),
             first_token_ns=first_ns - self.book.opened_ns if first_ns else 0,

@@ -325,6 +325,10 @@ class Generation:
         if call.first_token_ns and not live.first_token_ns:
             live.first_token_ns = call.first_token_ns - exchange.book.opened_ns
             exchange.book.guess("decode", call.first_token_ns)
+        if call.lost:
+            exchange.book.guess("resume", call.lives[-1].lost_ns)
+        elif live.ledger.state == "resume" and call.accepted_ns:
+            exchange.book.guess("decode", call.accepted_ns)
 
     def _succeed(self) -> None:
         reasons = [one.finish_reason for one in self._running]
@@ -337,7 +341,7 @@ class Generation:
         firsts = self._running[:: self._choices]
         cached = [one.call.finish.usage.cached_tokens for one in firsts if one.call.finish is not None]
         return Tokens(
-            prompt=sum(len(one.call.message.prompt) for one in firsts),
+            prompt=sum(one.call.prompt_tokens for one in firsts),
             cached=sum(cached),
             output=sum(one.output_tokens for one in self._running),
         )

@@ -7,14 +7,16 @@ does not fit is refused.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
+import msgspec
 import structlog
 
-from engine.api import Abort, FrameError, FrameReader, Hello, StepFrame, decode_frame, encode
+from engine.api import Abort, Delta, FrameError, FrameReader, Hello, Ping, Pong, StepFrame, decode_frame, encode
 from gateway import errors
 from gateway.calls import Call
+from gateway.errors import ApiError
 from telemetry import clock
 from telemetry.records import StepRecord
 
@@ -23,6 +25,7 @@ BACKOFF_MIN_S = 0.05
 BACKOFF_MAX_S = 2.0
 READ_BYTES_MAX = 256 * 1024
 WRITE_BUFFER_BYTES_MAX = 16 * 1024 * 1024
+STEPS_MISSED = 5
 
 _log = structlog.get_logger("pellucid.gateway")
 
@@ -40,21 +43,47 @@ class Watcher(Protocol):
         """A replica is gone."""
 
 
+class Losses(Protocol):
+    """Who takes up the calls of an engine that is gone."""
+
+    def strand(self, calls: Sequence[Call], error: ApiError, *, died: bool) -> None:
+        """
+        Nobody has these any more.
+
+        Args:
+            calls: unfinished ones.
+            error: what their clients get where nobody takes them up.
+            died: the engine went without a word; else it has handed them back.
+        """
+
+
 class Replica:
     """One engine process.  `run` keeps the connection; everything else is a look or a write."""
 
-    def __init__(self, address: str, watcher: Watcher, *, silence_max_s: float) -> None:
+    def __init__(
+        self, address: str, watcher: Watcher, losses: Losses, *, silence_s: float, silence_max_s: float
+    ) -> None:
+        """
+        Args:
+            address: `unix:PATH` or `tcp:HOST:PORT`.
+            watcher: is told what the engine reports.
+            losses: is told which calls it has lost.
+            silence_s: an engine that owes a frame for so long is taken for gone; more where its steps take long.
+            silence_max_s: the same, whatever its steps take, and before it has made any.
+        """
         self.address = address
         self.hello: Hello | None = None  # None: not connected
         self.calls: dict[str, Call] = {}
         self._watcher = watcher
-        self._silence_max_s = silence_max_s
+        self._losses = losses
+        self._patience = _Patience(silence_s, silence_max_s)
         self._writer: asyncio.StreamWriter | None = None
         self._one_clock = False
         self._owes_since_ns = 0
         """Since when the engine owes us a frame; 0: it does not.  Only a frame or the end of the connection clears it:
         that we gave up on a call makes no engine well."""
         self._backoff_s = BACKOFF_MIN_S
+        self._loss: ApiError | None = None  # why we have broken the connection
 
     @property
     def working(self) -> int:
@@ -62,24 +91,25 @@ class Replica:
         return sum(call.finish is None for call in self.calls.values())
 
     def silent_s(self, now_ns: int) -> float:
-        """How long nothing has come although it was given work; 0 where it has answered all of it."""
+        """How long nothing has come although it was asked something; 0 where it has answered."""
         return max(0.0, (now_ns - self._owes_since_ns) / 1e9) if self._owes_since_ns else 0.0
 
     def trouble(self, now_ns: int) -> str:
         """Why no request should be sent here; empty: none."""
         if self.hello is None:
             return "not connected"
+        if self._loss is not None:
+            return self._loss.message
         silent_s = self.silent_s(now_ns)
-        return f"has work and has been silent for {silent_s:.1f} s" if silent_s > self._silence_max_s else ""
+        return f"owes an answer and has been silent for {silent_s:.1f} s" if silent_s > self._limit_s() else ""
 
     def send(self, call: Call) -> None:
         """Give the call to the engine.  Raises ApiError when it cannot be sent."""
-        if self._writer is None or self._buffered() > WRITE_BUFFER_BYTES_MAX:
+        if self.hello is None or self._writer is None or self._buffered() > WRITE_BUFFER_BYTES_MAX:
             raise errors.no_engine()
         now_ns = clock.now_ns()
         self._owes_since_ns = self._owes_since_ns or now_ns
-        call.sent_ns = now_ns
-        call.engine, call.one_clock = self, self._one_clock
+        call.sent(self, one_clock=self._one_clock, fingerprint=self.hello.fingerprint, now_ns=now_ns)
         self.calls[call.request_id] = call
         self._writer.write(encode(call.message))
 
@@ -88,13 +118,33 @@ class Replica:
         if self._writer is None or call.finish is not None:
             return
         if self._buffered() > WRITE_BUFFER_BYTES_MAX:
-            self._writer.transport.abort()  # It has not read for long: breaking the connection ends all of it.
+            self.give_up(errors.engine_lost())  # It has not read for long: breaking the connection ends all of it.
             return
         self._writer.write(encode(Abort(call.request_id)))
 
     def release(self, call: Call) -> None:
         """Nobody waits for news of it any more."""
         self.calls.pop(call.request_id, None)
+
+    def probe(self, now_ns: int) -> None:
+        """Ask an idle engine whether it is there, and give up on one that owes an answer for too long."""
+        if self.hello is None or self._writer is None:
+            return
+        if not self._owes_since_ns:
+            self._owes_since_ns = now_ns
+            self._writer.write(encode(Ping()))
+        elif self.silent_s(now_ns) > (limit_s := self._limit_s()):
+            self._patience.double()
+            self.give_up(errors.engine_timeout(f"The engine has been silent for {limit_s:g} s."))
+
+    def give_up(self, error: ApiError) -> None:
+        """Break the connection; `error` is what becomes of its calls where nobody takes them up."""
+        if self._writer is not None:
+            self._loss = self._loss or error
+            self._writer.transport.abort()
+
+    def _limit_s(self) -> float:
+        return self._patience.limit_s(working=self.working > 0)
 
     def _buffered(self) -> int:
         return self._writer.transport.get_write_buffer_size() if self._writer else 0
@@ -124,6 +174,8 @@ class Replica:
                     if isinstance(frame, Hello):
                         hello_limit.reschedule(None)
                         self._greet(frame)
+                    elif isinstance(frame, Pong):
+                        self._heard(clock.now_ns())
                     else:
                         self._take(frame)
 
@@ -134,15 +186,31 @@ class Replica:
         self._watcher.engine_up(hello.replica, epoch=hello.epoch, block_slots=hello.block_slots)
         _log.info("engine connected", replica=hello.replica, model=hello.model, fingerprint=hello.fingerprint)
 
+    def _heard(self, now_ns: int) -> None:
+        """Something has come; what is still owed is owed from now on."""
+        self._owes_since_ns = now_ns if self.working else 0
+
     def _take(self, frame: StepFrame) -> None:
         now_ns = clock.now_ns()
+        handed_back: list[Call] = []
         for delta in frame.deltas:
             call = self.calls.get(delta.request_id)
-            if call is not None:
+            if call is None:
+                continue
+            if _hands_back(delta, call):
+                call.take(msgspec.structs.replace(delta, finish=None), now_ns)
+                handed_back.append(call)
+            else:
                 call.take(delta, now_ns)
-        self._owes_since_ns = now_ns if self.working else 0
+        if handed_back:
+            leaving = errors.no_engine("The engine is shutting down; try again shortly.")
+            if any(delta.finish is not None and delta.finish.reason == "shutdown" for delta in frame.deltas):
+                self.give_up(leaving)
+            self._hand_on(handed_back, leaving, died=False)
+        self._heard(now_ns)
         if frame.step is None:
             return
+        self._patience.learn(frame.step)
         for record in frame.step.finished:
             call = self.calls.get(record.request_id)
             if call is not None:
@@ -154,14 +222,58 @@ class Replica:
         if self.hello is not None:
             self._watcher.engine_down(self.hello.replica)
             _log.warning("engine lost", replica=self.hello.replica, calls=self.working)
+        error, self._loss = self._loss or errors.engine_lost(), None
         self.hello = self._writer = None
         self._owes_since_ns = 0
+        self._hand_on(list(self.calls.values()), error, died=True)
+
+    def _hand_on(self, calls: Sequence[Call], error: ApiError, *, died: bool) -> None:
         now_ns = clock.now_ns()
-        for call in list(self.calls.values()):
+        lost: list[Call] = []
+        for call in calls:
+            call.release()
             if call.finish is None and not call.stopped:
-                call.flight.interrupt(errors.engine_lost())
-            call.abandon(now_ns)
-        self.calls.clear()
+                call.lose(now_ns)
+                lost.append(call)
+            else:
+                call.abandon(now_ns)
+        if lost:
+            self._losses.strand(lost, error, died=died)
+
+
+def _hands_back(delta: Delta, call: Call) -> bool:
+    """Whether the engine has ended a call in which nothing is wrong: another one may go on with it."""
+    if delta.finish is None or call.stopped:
+        return False
+    return delta.finish.reason == "shutdown" or (delta.finish.reason == "overloaded" and bool(call.lives))
+
+
+class _Patience:
+    """
+    For how long an engine that owes an answer may be silent before it is taken for gone.
+
+    It cannot answer within a step, and how long its steps are it alone knows: STEPS_MISSED of its longest one so far,
+    and twice as long each time that we gave up on it, so that a slow one is not given up for ever.
+    """
+
+    def __init__(self, least_s: float, most_s: float) -> None:
+        self._most_s = most_s
+        self._limit_s = min(least_s, most_s)
+        self._knows_steps = False
+
+    def limit_s(self, *, working: bool) -> float:
+        """For one with work of ours, or for one that has only to say that it is there."""
+        return self._limit_s if self._knows_steps or not working else self._most_s
+
+    def learn(self, step: StepRecord) -> None:
+        """From a step that it has made."""
+        worked_s = (step.step_ns - step.parts.get("idle", 0)) / 1e9
+        self._limit_s = min(self._most_s, max(self._limit_s, STEPS_MISSED * worked_s))
+        self._knows_steps = True
+
+    def double(self) -> None:
+        """It was in vain, or too early."""
+        self._limit_s = min(self._most_s, 2 * self._limit_s)
 
 
 @contextlib.asynccontextmanager

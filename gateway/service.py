@@ -192,6 +192,8 @@ class Gateway:
     ) -> tuple[Generation, Hello, dict[str, str]]:
         self._check_wanted(exchange)
         planned = plan(asked, prompts, exchange, self.backend.facts(), self.text, self.options)
+        if any(self.backend.poison.refuses(message, clock.now_ns()) for message in planned.messages):
+            raise errors.poisonous()
         await self.admission.reserve(
             exchange.ticket,
             prompt_tokens=sum(map(len, prompts)),

@@ -228,6 +228,13 @@ OPTIONS = (
         parse=seconds(least=0.001),
     ),
     Option(
+        name="resume_deadline_s",
+        default="30",
+        metavar="SECONDS",
+        help="How long a request whose engine has died waits for another to go on with it; 0: not at all.",
+        parse=seconds(least=0),
+    ),
+    Option(
         name="drain",
         default="30",
         metavar="SECONDS",
@@ -292,6 +299,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     draft_model: str
     max_body: int
     request_timeout: float
+    resume_deadline_s: float
     drain: float
     cors_origin: tuple[str, ...]
     otlp_endpoint: str

@@ -274,6 +274,7 @@ def gateway_options(
         cors_origins=options.cors_origin,
         body_bytes_max=options.max_body,
         request_timeout_s=options.request_timeout,
+        resume_deadline_s=options.resume_deadline_s,
         drain_s=options.drain,
         log_level=options.log_level,
         log_format=options.log_format,

@@ -47,6 +47,8 @@ GATEWAY_STATES = (
     "parse",  # read and validate the body
     "tokenize",  # chat template and tokenizer
     "dispatch",  # handed to the engine, which has not taken it yet: it takes messages between steps
+    "lost",  # an engine had it that is gone, and its book with it
+    "resume",  # waiting for another engine to take it up where it stood
     "deliver",  # the engine has finished, its last frame is on the way
     "send",  # detokenize and write what is left
     "send_blocked",  # the client does not read
@@ -119,6 +121,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     draft_accepted_tokens: int = 0  # of output_tokens: those that came with a step's first token
     draft_rejected_tokens: int = 0  # wrong, or behind the end
     preemptions: int = 0
+    resumes: int = 0  # how often another engine took it up, for all choices
     steps: int = 0
     kv_block_ns: int = 0  # blocks held x time held
     first_token_ns: int = 0  # from accepted_ns to the first output token; 0: there was none

@@ -74,6 +74,7 @@ OUTCOMES = (
     "keys_unavailable",
     "limits_unavailable",
     "engine_lost",
+    "poisonous",
     "error",
     OTHER,
 )

@@ -57,7 +57,8 @@ def _fake_pair(model_dir: Path, vocab_size: int) -> Iterator[tuple[LiveGateway, 
         path = f"{directory}/engine.sock"
         engine = FakeEngine(path, vocab_size=vocab_size, eos_id=EOS_ID)
         engine.start()
-        gateway = LiveGateway(options_for(model_dir, path))
+        # An engine that dies on purpose is no reason to ask the next one.
+        gateway = LiveGateway(msgspec.structs.replace(options_for(model_dir, path), resume_deadline_s=0.0))
         gateway.start()
         yield gateway, engine
         gateway.stop()
@@ -67,7 +68,9 @@ def _fake_pair(model_dir: Path, vocab_size: int) -> Iterator[tuple[LiveGateway, 
 @pytest.fixture
 def fake(_fake_pair: tuple[LiveGateway, FakeEngine]) -> tuple[LiveGateway, FakeEngine]:
     """A gateway in front of an engine that does as it is told."""
-    _fake_pair[1].behaviour = greet_and_stop
+    gateway, engine = _fake_pair
+    engine.behaviour = greet_and_stop
+    gateway.until_ready()  # The test before may have broken the connection.
     return _fake_pair
 
 

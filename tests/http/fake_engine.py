@@ -25,6 +25,8 @@ from engine.api import (
     FrameReader,
     GenerateRequest,
     Hello,
+    Ping,
+    Pong,
     StepFrame,
     TokenLogprobs,
     Usage,
@@ -44,7 +46,8 @@ class Job:
     def __init__(self, engine: "FakeEngine", request: GenerateRequest, writer: asyncio.StreamWriter) -> None:
         self.engine = engine
         self.request = request
-        self.output: list[int] = []
+        self.prompt_tokens = len(request.prompt) - request.resume
+        self.output = list(request.prompt[self.prompt_tokens :])
         self.aborted = asyncio.Event()
         self.writer = writer
         self._ledger = Ledger("prefill", now_ns())
@@ -74,7 +77,7 @@ class Job:
             return
         self._finished = True
         self.output += tokens
-        finish = Finish(reason, Usage(len(self.request.prompt), 0, len(self.output)), stop_id, fault)
+        finish = Finish(reason, Usage(self.prompt_tokens, 0, len(self.output)), stop_id, fault)
         delta = Delta(self.request.request_id, tuple(tokens), self._logprobs(tokens, logprob), finish)
         await self._send(delta, self._record(reason))
 
@@ -103,8 +106,8 @@ class Job:
             accepted_ns=self._ledger.opened_ns,
             finished_ns=ended_ns,
             states=self._ledger.spent(ended_ns),
-            prompt_tokens=len(self.request.prompt),
-            computed_tokens=len(self.request.prompt),
+            prompt_tokens=self.prompt_tokens,
+            computed_tokens=self.prompt_tokens,
             output_tokens=len(self.output),
         )
 
@@ -126,18 +129,29 @@ async def greet_and_stop(job: Job) -> None:
 class FakeEngine:
     """Listens on a Unix socket, in a thread with a loop of its own."""
 
-    def __init__(self, path: str, *, vocab_size: int, eos_id: int, context_max: int = 512, greets: bool = True) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        vocab_size: int,
+        eos_id: int,
+        context_max: int = 512,
+        greets: bool = True,
+        fingerprint: str = "fp-fake",
+    ) -> None:
         self.path = path
         self.behaviour: Behaviour = greet_and_stop
         self.requests: list[GenerateRequest] = []
         self.aborts: list[tuple[str, int]] = []
-        self._greets = greets
+        self.mute = False
+        """Whether it leaves pings unanswered, as one that is wedged."""
+        self.greets = greets
         self._hello = Hello(
             epoch="fake",
             replica=0,
             clock_id=CLOCK_ID,
             model="tiny",
-            fingerprint="fp-fake",
+            fingerprint=fingerprint,
             reproducible=True,
             vocab_size=vocab_size,
             context_max=context_max,
@@ -204,7 +218,7 @@ class FakeEngine:
         self._tasks.add(serving)
         frames = FrameReader()
         try:
-            if self._greets:
+            if self.greets:
                 writer.write(encode(self._hello))
             while data := await reader.read(1 << 16):
                 for body in frames.feed(data):
@@ -222,6 +236,9 @@ class FakeEngine:
                 self.aborts.append((message.request_id, now_ns()))
                 if message.request_id in self._jobs:
                     self._jobs[message.request_id].aborted.set()
+            elif isinstance(message, Ping):
+                if not self.mute:
+                    writer.write(encode(Pong()))
             else:
                 self.requests.append(message)
                 job = self._jobs[message.request_id] = Job(self, message, writer)

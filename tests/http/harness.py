@@ -79,11 +79,15 @@ class LiveGateway:
         self._thread.start()
         self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
         if ready:
-            asyncio.run_coroutine_threadsafe(self._until_ready(), self.loop).result(WAIT_S)
+            self.until_ready()
+
+    def until_ready(self) -> None:
+        """Until an engine is connected."""
+        asyncio.run_coroutine_threadsafe(self._until_ready(), self.loop).result(WAIT_S)
 
     async def _until_ready(self) -> None:
         async with asyncio.timeout(WAIT_S):
-            while not self.application.backend.hellos():
+            while not self.application.gateway.ready()[0]:
                 await asyncio.sleep(0.005)  # Start-up only: there is no event for it.
 
     def stop(self) -> None:
@@ -170,6 +174,13 @@ class ShellEngine:
     def start(self) -> None:
         """Serve."""
         self._thread.start()
+
+    def kill(self) -> None:
+        """Vanish, as far as gateways can tell: no last word, and nobody listens."""
+        self._server._listener.close()
+        for connection in list(self._server._connections.values()):
+            connection.peer.shutdown(socket.SHUT_RDWR)
+        self.stop()
 
     def stop(self) -> None:
         """End everything."""

@@ -188,7 +188,7 @@ class TestErrors:
         assert tries == 2
 
     def test_a_stream_that_breaks(self, custom: Custom) -> None:
-        gateway, engine = custom()
+        gateway, engine = custom(resume_deadline_s=0)
 
         async def fail_late(job: Job) -> None:
             await job.accept()

@@ -60,6 +60,7 @@ GIVEN = {
     "speculative": "3",
     "max_body": "9B",
     "request_timeout": "11",
+    "resume_deadline_s": "13",
     "drain": "12",
     "cors_origin": "http://a",
     "otlp_endpoint": "http://b",
