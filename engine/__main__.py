@@ -47,6 +47,7 @@ def main(arguments: list[str]) -> int:
         options = msgspec.json.decode(arguments[1], type=EngineOptions)
         logs.configure(options.log_level, options.log_format)
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
+        _keep_to(options.cpus)  # threads inherit it
         from engine.device.pair import load_pair  # noqa: PLC0415 torch takes seconds to load
 
         device, drafter = load_pair(options)
@@ -123,6 +124,15 @@ def hello(options: EngineOptions, device: Device) -> Hello:
         details=facts.details | {"first_token_s": f"{(facts.first_token_ns - STARTED_NS) / 1e9:.2f}"},
         weights=facts.weights,
     )
+
+
+def _keep_to(cpus: tuple[int, ...]) -> None:
+    """Run on these processors alone.  Where that is not to be had it is slower, and no reason not to serve."""
+    if cpus:
+        try:
+            os.sched_setaffinity(0, cpus)
+        except OSError as error:  # taken out of our set since the supervisor looked
+            log.warning("processors_not_to_be_had", cpus=cpus, error=str(error))
 
 
 def _refuse(message: str) -> int:

@@ -66,6 +66,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where weights are kept in the order in which the native kernels read them; empty: nowhere."""
     threads: int = 0
     """0: as many as the process may use."""
+    cpus: tuple[int, ...] = ()
+    """The processors that it keeps to; empty: all that the process may use."""
     context_max: int = 0
     """0: what the model was trained for."""
     kv_memory_bytes: int = 1 << 30

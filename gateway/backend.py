@@ -29,13 +29,14 @@ class Backend:
         self._rescue = Rescue(self.poison, self.choose, deadline_s=options.resume_deadline_s)
         self.replicas = [
             Replica(
+                number,
                 address,
                 watcher,
                 self._rescue,
                 silence_s=options.silence_s,
                 silence_max_s=options.first_frame_timeout_s,
             )
-            for address in options.engines
+            for number, address in enumerate(options.engines)
         ]
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -16,7 +16,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model_name: str
     """The name under which clients know it."""
     engines: tuple[str, ...]
-    """Where the engine replicas listen: `unix:PATH` or `tcp:HOST:PORT`."""
+    """Where the engine replicas listen: `unix:PATH` or `tcp:HOST:PORT`.  Their place here is their number."""
     redis_url: str = ""
     """Where keys and limits are; the process takes it from its environment.  Empty: there are none."""
     redis_named: bool = False

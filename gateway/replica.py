@@ -61,16 +61,18 @@ class Replica:
     """One engine process.  `run` keeps the connection; everything else is a look or a write."""
 
     def __init__(
-        self, address: str, watcher: Watcher, losses: Losses, *, silence_s: float, silence_max_s: float
+        self, number: int, address: str, watcher: Watcher, losses: Losses, *, silence_s: float, silence_max_s: float
     ) -> None:
         """
         Args:
+            number: what it is called here, whatever it calls itself: engines of other hosts do not know of each other.
             address: `unix:PATH` or `tcp:HOST:PORT`.
             watcher: is told what the engine reports.
             losses: is told which calls it has lost.
             silence_s: an engine that owes a frame for so long is taken for gone; more where its steps take long.
             silence_max_s: the same, whatever its steps take, and before it has made any.
         """
+        self.number = number
         self.address = address
         self.hello: Hello | None = None  # None: not connected
         self.calls: dict[str, Call] = {}
@@ -180,11 +182,11 @@ class Replica:
                         self._take(frame)
 
     def _greet(self, hello: Hello) -> None:
-        self.hello = hello
+        self.hello = msgspec.structs.replace(hello, replica=self.number)
         self._one_clock = clock.shares_clock(hello.clock_id)
         self._backoff_s = BACKOFF_MIN_S
-        self._watcher.engine_up(hello.replica, epoch=hello.epoch, block_slots=hello.block_slots)
-        _log.info("engine connected", replica=hello.replica, model=hello.model, fingerprint=hello.fingerprint)
+        self._watcher.engine_up(self.number, epoch=hello.epoch, block_slots=hello.block_slots)
+        _log.info("engine connected", replica=self.number, model=hello.model, fingerprint=hello.fingerprint)
 
     def _heard(self, now_ns: int) -> None:
         """Something has come; what is still owed is owed from now on."""
@@ -208,20 +210,21 @@ class Replica:
                 self.give_up(leaving)
             self._hand_on(handed_back, leaving, died=False)
         self._heard(now_ns)
-        if frame.step is None:
+        step = frame.step
+        if step is None:
             return
-        self._patience.learn(frame.step)
-        for record in frame.step.finished:
+        self._patience.learn(step)
+        for record in step.finished:
             call = self.calls.get(record.request_id)
             if call is not None:
                 call.end(record)
-        self._watcher.step(frame.step)
+        self._watcher.step(step if step.replica == self.number else msgspec.structs.replace(step, replica=self.number))
 
     def _lose(self) -> None:
         """The connection is gone, and every call with it."""
         if self.hello is not None:
-            self._watcher.engine_down(self.hello.replica)
-            _log.warning("engine lost", replica=self.hello.replica, calls=self.working)
+            self._watcher.engine_down(self.number)
+            _log.warning("engine lost", replica=self.number, calls=self.working)
         error, self._loss = self._loss or errors.engine_lost(), None
         self.hello = self._writer = None
         self._owes_since_ns = 0

@@ -37,6 +37,8 @@ OTHER_VARIABLES = frozenset(
 )  # fmt: skip
 """Those that are no options; tests/tidy looks for more of them."""
 
+REPLICAS_MAX = 64
+"""As many as telemetry has labels for."""
 Value = str | int | float | bool | tuple[str, ...] | KvMemory | None
 Given = Mapping[str, str | bool | tuple[str, ...] | None]
 """Flags as they came from the command line; None or (): not given."""
@@ -151,10 +153,17 @@ OPTIONS = (
         parse=one_of("auto", "int8", "fp8"),
     ),
     Option(
+        name="replicas",
+        default="1",
+        metavar="COUNT",
+        help="Engine processes on this machine; each gets its share of the processors and of --kv-memory.",
+        parse=whole(least=1, most=REPLICAS_MAX),
+    ),
+    Option(
         name="threads",
         default="0",
         metavar="COUNT",
-        help="Threads of the engine; 0 takes as many as the process may use.",
+        help="Threads of each engine; 0 takes as many as its process may use.",
         parse=whole(least=0, most=256),
     ),
     Option(
@@ -168,7 +177,7 @@ OPTIONS = (
         name="kv_memory",
         default="1GiB",
         metavar="SIZE",
-        help="Memory for keys and values: 512MiB, 2GiB, or 25% of what is available at the start.",
+        help="Memory for keys and values of all replicas: 512MiB, 2GiB, or 25% of what is available.",
         parse=parse_kv_memory,
     ),
     Option(
@@ -288,6 +297,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: str
     quantization: str
     kv_dtype: str
+    replicas: int
     threads: int
     max_context: int
     kv_memory: KvMemory

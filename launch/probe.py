@@ -7,6 +7,7 @@ The gateway is asked over plain sockets: proxies in the environment have no say 
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from launch.supervise import Say
@@ -17,10 +18,10 @@ NEWS_S = 30.0
 BODY_BYTES_MAX = 65536
 
 
-async def until_exists(socket: Path, say: Say) -> None:
-    """Return when the engine listens: it does when the model is loaded, in a directory that was empty before."""
+async def until_any_exists(sockets: Sequence[Path], say: Say) -> None:
+    """Return when an engine listens: it does when the model is loaded, in a directory that was empty before."""
     started_s = news_s = time.monotonic()
-    while not socket.exists():  # noqa: ASYNC240 - one stat of a local file
+    while not any(socket.exists() for socket in sockets):
         if time.monotonic() - news_s >= NEWS_S:
             news_s = time.monotonic()
             say(f"the engine has been loading for {news_s - started_s:.0f} s")
@@ -41,14 +42,18 @@ async def until_ready(host: str, port: int, say: Say) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def cold_start(host: str, port: int) -> str:
-    """How long the engine took to its first token, in words; nothing if it does not say."""
+async def first_look(host: str, port: int) -> tuple[int, str]:
+    """How many engines serve, and how long one took to its first token, in words; nothing if it does not say."""
     _, answer = await ask(host, port, "/health")
+    serving = 1  # or it would not be ready
     try:
-        details = json.loads(answer)["engines"][0]["details"]
-        return f"{details['first_token_s']} s from the engine's cold start to its first token, on {details['kernels']}"
+        engines = json.loads(answer)["engines"]
+        serving = max(serving, len(engines))
+        details = engines[0]["details"]
+        cold = f"{details['first_token_s']} s from the engine's cold start to its first token, on {details['kernels']}"
     except (ValueError, LookupError, TypeError):
-        return ""
+        cold = ""
+    return serving, cold
 
 
 async def ask(host: str, port: int, path: str) -> tuple[int, str]:

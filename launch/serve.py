@@ -16,16 +16,19 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from engine.config import EngineOptions
 from gateway.config import REDIS_URL_VARIABLE, GatewayOptions
+from launch.cores import share_of, usable_cpus
 from launch.errors import UserError
-from launch.options import ServeOptions
-from launch.probe import cold_start, until_exists, until_ready
-from launch.sizes import available_bytes, format_bytes
+from launch.options import REPLICAS_MAX, ServeOptions
+from launch.probe import first_look, until_any_exists, until_ready
+from launch.sizes import KV_BYTES_MIN, available_bytes, format_bytes
 from launch.store import Model, Store, data_dir
 from launch.supervise import ChildSpec, Say, Supervisor, python_command
 from launch.valkey import embedded_socket, embedded_valkey, pepper_file
@@ -50,11 +53,19 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
     draft = Store(data).pull(options.draft_model) if options.draft_model else None
     kv_bytes = check_memory(options, model, draft)
     with run_dir(data) as folder:
-        engine = engine_options(options, model, folder, data / PACKED, kv_bytes, draft)
+        engines = all_engines(engine_options(options, model, data / PACKED, kv_bytes, draft), options, folder)
         redis_url, companions = key_server(options, data, folder)
-        gateway = gateway_options(options, model, port, (engine.listen,), pepper_file(options, data))
+        addresses = tuple(engine.listen for engine in engines)
+        gateway = gateway_options(options, model, port, addresses, pepper_file(options, data))
         supervisor = Supervisor(
-            engines=[ChildSpec(name="engine", command=python_command("engine", engine), grace_s=ENGINE_GRACE_S)],
+            engines=[
+                ChildSpec(
+                    name=numbered("engine", engine.replica, engines),
+                    command=python_command("engine", engine),
+                    grace_s=ENGINE_GRACE_S,
+                )
+                for engine in engines
+            ],
             gateway=ChildSpec(
                 name="gateway", command=python_command("gateway", gateway), grace_s=options.drain + DRAIN_MARGIN_S
             ),
@@ -62,16 +73,17 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
             environ=child_environ(environ) | {REDIS_URL_VARIABLE: redis_url},  # it may hold a password: not for `ps`
             say=say,
         )
-        out(f"Starting {engine.model_name} from {model.path}, with {format_bytes(kv_bytes)} for keys and values.")
+        out(f"Starting {gateway.model_name} from {model.path}, with {format_bytes(kv_bytes)} for keys and values.")
 
         async def listening() -> None:
-            await until_exists(socket_path(folder), say)
+            await until_any_exists([socket_path(folder, engine.replica) for engine in engines], say)
 
         async def ready() -> None:
-            await until_ready(reachable(options.host), port, say)
+            host = reachable(options.host)
+            await until_ready(host, port, say)
             start_s = time.monotonic() - started_s
-            cold = await cold_start(reachable(options.host), port)
-            out(banner(engine.model_name, reachable(options.host), port, start_s, cold))
+            serving, cold = await first_look(host, port)
+            out(banner(gateway.model_name, host, port, start_s, cold, missing(serving, len(engines))))
 
         return asyncio.run(supervisor.run(listening, ready))
 
@@ -159,10 +171,10 @@ def check_draft_model(options: ServeOptions) -> None:
 
 def check_memory(options: ServeOptions, model: Model, draft: Model | None = None) -> int:
     """
-    Bytes for the KV pool.  Raises UserError if they cannot be had.
+    Bytes for the KV pools of all replicas.  Raises UserError if they cannot be had.
 
-    The weights take at least the size of their file; the engine, which knows in what precision it will hold them,
-    looks again.
+    The weights take at least the size of their file, in each replica; the engine, which knows in what precision it
+    will hold them, looks again.
     """
     available = available_bytes()
     if available is None:  # no way to tell on this system: a share of it means nothing
@@ -172,12 +184,18 @@ def check_memory(options: ServeOptions, model: Model, draft: Model | None = None
             )
         return options.kv_memory.size_bytes
     kv_bytes = options.kv_memory.resolve_bytes(available)
-    weights_bytes = model.size_bytes + (draft.size_bytes if draft is not None else 0)
+    if kv_bytes < KV_BYTES_MIN * options.replicas:
+        raise UserError(
+            f"--kv-memory: {format_bytes(kv_bytes)} for {options.replicas} replicas is less than "
+            f"{format_bytes(KV_BYTES_MIN)} for each"
+        )
+    weights_bytes = options.replicas * (model.size_bytes + (draft.size_bytes if draft is not None else 0))
     if kv_bytes + weights_bytes > available:
+        several = f" of {options.replicas} replicas" if options.replicas > 1 else ""
         raise UserError(
             f"too little memory: {format_bytes(kv_bytes)} for keys and values and at least "
-            f"{format_bytes(weights_bytes)} for the weights, but {format_bytes(available)} are available; "
-            "lower --kv-memory"
+            f"{format_bytes(weights_bytes)} for the weights{several}, but {format_bytes(available)} are available; "
+            f"lower --kv-memory{' or --replicas' if several else ''}"
         )
     return kv_bytes
 
@@ -195,7 +213,7 @@ def run_dir(data: Path) -> Iterator[Path]:
         for left in base.glob(RUN_DIR_PREFIX + "*"):
             _remove_if_left(left)
         folder = Path(tempfile.mkdtemp(prefix=RUN_DIR_PREFIX, dir=base))
-        sockets = (socket_path(folder), embedded_socket(folder))
+        sockets = (socket_path(folder, REPLICAS_MAX - 1), embedded_socket(folder))
         if any(len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX for path in sockets):
             folder.rmdir()
             folder = Path(tempfile.mkdtemp(prefix="pellucid-", dir="/tmp"))  # TMPDIR may be as long as the other
@@ -225,6 +243,11 @@ def socket_path(folder: Path, replica: int = 0) -> Path:
     return folder / f"engine-{replica}.sock"
 
 
+def numbered(name: str, number: int, all_of_them: Sequence[object]) -> str:
+    """What one of several is called; an only one needs no number."""
+    return f"{name}-{number}" if len(all_of_them) > 1 else name
+
+
 def child_environ(environ: dict[str, str]) -> dict[str, str]:
     """The environment of the children: ours, and the way to our packages from wherever the person stands."""
     root = str(Path(__file__).resolve().parent.parent)
@@ -232,14 +255,31 @@ def child_environ(environ: dict[str, str]) -> dict[str, str]:
     return environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
+def all_engines(one: EngineOptions, options: ServeOptions, folder: Path) -> list[EngineOptions]:
+    """What each replica is told, where `one` is what an only one would be."""
+    cpus = usable_cpus()
+    engines = []
+    for replica in range(options.replicas):
+        share = share_of(replica, options.replicas, options.threads, cpus)
+        changes: dict[str, object] = {
+            "replica": replica,
+            "listen": f"unix:{socket_path(folder, replica)}",
+            "kv_memory_bytes": one.kv_memory_bytes // options.replicas,
+            "threads": share.threads,
+            "cpus": share.cpus,
+        }
+        engines.append(msgspec.structs.replace(one, **changes))
+    return engines
+
+
 def engine_options(
-    options: ServeOptions, model: Model, folder: Path, packed: Path, kv_bytes: int, draft: Model | None = None
+    options: ServeOptions, model: Model, packed: Path, kv_bytes: int, draft: Model | None = None
 ) -> EngineOptions:
-    """What the engine is told."""
+    """What an engine is told that is the only one; where it listens comes later."""
     return EngineOptions(
         model=str(model.path),
         model_name=options.model_name or model.name,
-        listen=f"unix:{socket_path(folder)}",
+        listen="",
         dtype=options.dtype,
         quantization=options.quantization,
         kv_dtype=options.kv_dtype,
@@ -286,7 +326,13 @@ def reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
-def banner(model_name: str, host: str, port: int, start_s: float, cold: str = "") -> str:
+def missing(serving: int, replicas: int) -> str:
+    """What the banner says while not all of them serve."""
+    left = replicas - serving
+    return f"  So far by {serving} of {replicas} engine replicas." if left > 0 else ""
+
+
+def banner(model_name: str, host: str, port: int, start_s: float, cold: str = "", missing: str = "") -> str:
     """What the person sees when it is ready: two lines that work, and where to look."""
     base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     messages = [{"role": "user", "content": "What is the capital of France?"}]
@@ -302,7 +348,7 @@ def banner(model_name: str, host: str, port: int, start_s: float, cold: str = ""
     hint = "" if here else "   # needs: pip install openai"
     started = f"{start_s:.1f} s after the start" + (f" ({cold})" if cold else "")
     return (
-        f"\n{model_name} is served at {base}/v1, {started}.  Try it:\n\n"
+        f"\n{model_name} is served at {base}/v1, {started}.{missing}  Try it:\n\n"
         f"{curl}\n\n"
         f"{python} -c {shlex.quote(program)}{hint}\n\n"
         f"Where the time of each request went: {base}/debug/requests\n"

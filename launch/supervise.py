@@ -1,18 +1,20 @@
 """
 The supervisor: starts the processes, brings the dead ones back, and takes all of them down in the right order.
 
-    engines load --they listen--> the gateway starts --/ready says yes--> serving
+    the first engine loads --it listens--> the gateway starts, and the other engines --/ready says yes--> serving
     serving --a signal--> the gateway drains --> the engines stop --> 0
     at any time:
-           a child ends with 2 (a user's mistake, it has said which on stderr): all down --> 2
+           a child's first life ends with 2 (a user's mistake, it has said which on stderr): all down --> 2
            a child dies TRIES_MAX times before anything was ever ready: all down --> 1
 
-The gateway waits for the engines, because a model that cannot be served should cost one line and not a page of logs.
-It does not wait for a companion, which is what it can do without: the embedded Valkey, that starts first, stops last,
-and whose deaths end nothing.  Any other death is answered by a restart after a pause that doubles with each death, is
-bounded, and is short again once the child has lived for a while.  A second signal kills at once.  The children are
-on a leash (launch.leash): they do not outlive this process, whatever ends it.  They run in groups of their own, so that
-Ctrl-C reaches us alone.
+All wait for the first engine, because a model that cannot be served should cost one line and not a page of logs, and
+because it listens soonest when nobody else loads at the same time.  Nobody waits for the other engines, which serve as
+they come, nor for a companion, which is what it can do without: the embedded Valkey, that starts first, stops last, and
+whose deaths end nothing.  Any other death is answered by a restart after a pause that doubles with each death, is
+bounded, and is short again once the child has lived for a while: who has served before may be short of memory for a
+moment, and is no reason to stop those who still serve.  A second signal kills at once.  The children are on a leash
+(launch.leash): they do not outlive this process, whatever ends it.  They run in groups of their own, so that Ctrl-C
+reaches us alone.
 
 No child is niced: the kernel already favours the gateway, which mostly sleeps, over the engine's busy threads.
 """
@@ -70,6 +72,7 @@ class Child:
 
     def __init__(self, spec: ChildSpec, backoff: Backoff, environ: dict[str, str], say: Say) -> None:
         self.spec = spec
+        self.lives = 0
         self.deaths = 0
         """In a row."""
         self._backoff = backoff
@@ -93,6 +96,7 @@ class Child:
             await _either(after, self._stop)
         while not self._stop.is_set():
             started_s = time.monotonic()
+            self.lives += 1
             code = await self._live()
             if self._stop.is_set():
                 return
@@ -201,7 +205,7 @@ class Supervisor:
         Serve until a signal or until it makes no sense any more; the exit code.
 
         Args:
-            until_listening: returns when the engines listen.
+            until_listening: returns when an engine listens.
             until_ready: returns when the gateway says that it is ready, and has then told the person.
         """
         loop = asyncio.get_running_loop()
@@ -210,9 +214,10 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_signal)
         listening = asyncio.Event()
         readiness = asyncio.create_task(self._await_ready(until_listening, listening, until_ready))
-        first = [*self.companions, *self.engines]
-        keeping = {child: asyncio.create_task(child.keep(self._on_death)) for child in first}
-        keeping[self.gateway] = asyncio.create_task(self.gateway.keep(self._on_death, after=listening))
+        later = dict.fromkeys([*self.engines[1:], self.gateway], listening)
+        keeping = {
+            child: asyncio.create_task(child.keep(self._on_death, after=later.get(child))) for child in self._children
+        }
         try:
             await _until_any(self._verdict, readiness, *keeping.values())
             await _until_any(self._verdict, *keeping.values())
@@ -252,7 +257,7 @@ class Supervisor:
         assert self._verdict is not None
         if self._verdict.done() or not child.spec.vital:
             return
-        if code == USER_MISTAKE:
+        if code == USER_MISTAKE and child.lives == 1:
             self._verdict.set_result(USER_MISTAKE)
         elif not self._ready and child.deaths >= TRIES_MAX:
             self._say(f"{child.spec.name} {describe_exit(code)}, {child.deaths} times before it was ready: giving up")

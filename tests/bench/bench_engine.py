@@ -254,7 +254,7 @@ def options_of(model: Path, settings: list[str]) -> EngineOptions:
     """What `pellucid serve` would tell the engine, with the same room for keys and values as the prototype has."""
     serve = read_options({"speculative": "off", **dict(setting.split("=", 1) for setting in settings)}, {})
     data = data_dir("", dict(os.environ))
-    options = engine_options(serve, Model(path=model, name="bench"), data, data / PACKED, 0)
+    options = engine_options(serve, Model(path=model, name="bench"), data / PACKED, 0)
     form = choose_form(open_checkpoint(model), options)
     block = block_bytes(form.checkpoint.architecture, form.dtype, form.kv_dtype)
     kv_bytes = SLOTS // BLOCK_SLOTS * block

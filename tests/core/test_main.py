@@ -2,10 +2,18 @@
 What an engine says of itself.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
 from engine.__main__ import hello, scheduler_config
 from engine.config import EngineOptions
 from engine.device.fake import FakeRunner
 
+ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = EngineOptions(model="m", model_name="name", listen="unix:none")
 
 
@@ -31,3 +39,18 @@ def test_the_draft_model_s_pool_and_context_bound_the_core() -> None:
     config = scheduler_config(OPTIONS, FakeRunner(), draft)
     assert (config.draft_blocks_max, config.draft_context_max) == (7, 33)
     assert scheduler_config(OPTIONS, FakeRunner()).draft_blocks_max == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins nothing")
+def test_it_keeps_to_its_processors() -> None:
+    """A process of its own: what is pinned stays so."""
+    cpus = sorted(os.sched_getaffinity(0))[-1:]
+    source = f"import os; from engine.__main__ import _keep_to; _keep_to({tuple(cpus)}); print(os.sched_getaffinity(0))"
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{set(cpus)}\n"
+
+
+def test_processors_that_are_not_to_be_had_end_nothing() -> None:
+    source = "from engine.__main__ import _keep_to; _keep_to((1000000,)); print('goes on')"
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("goes on\n")

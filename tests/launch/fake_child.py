@@ -29,10 +29,13 @@ if __name__ == "__main__":
     name, mode = sys.argv[1:3]
     done = threading.Event()
     signal.signal(signal.SIGTERM, on_sigterm)
-    if mode == "mistake":
+    if mode == "mistake" or (mode.startswith("mistake-if:") and Path(mode.partition(":")[2]).exists()):
         print(f"{name}: the model is broken", file=sys.stderr, flush=True)
         sys.exit(2)
     say("up")
+    if mode.startswith("mistake-if:"):
+        Path(mode.partition(":")[2]).touch()
+        sys.exit(1)
     if mode == "dies" or (mode.startswith("dies-unless:") and not Path(mode.partition(":")[2]).exists()):
         Path(mode.partition(":")[2] or "/dev/null").touch()
         sys.exit(1)

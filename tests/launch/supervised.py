@@ -1,8 +1,9 @@
 """
-Run a Supervisor over fake children: `supervised.py GATEWAY_MODE ENGINE_MODE READY BACKOFF_JSON GRACE_S`.
+Run a Supervisor over fake children: `supervised.py GATEWAY_MODE ENGINE_MODES READY BACKOFF_JSON GRACE_S`.
 
+Modes are separated by commas; the first engine is `engine`, the next one `engine-1`.
 A companion, that may die as it likes, is there if the variable COMPANION has a mode for it.
-READY is `yes` (at once), `never` (the gateway never is), or `loading` (the engine never listens).
+READY is `yes` (at once), `never` (the gateway never is), or `loading` (the first engine never listens).
 Its exit code is the supervisor's.
 """
 
@@ -20,6 +21,10 @@ CHILD = Path(__file__).with_name("fake_child.py")
 
 def spec(name: str, mode: str, grace_s: float) -> ChildSpec:
     return ChildSpec(name=name, command=(sys.executable, "-I", str(CHILD), name, mode), grace_s=grace_s)
+
+
+def several(name: str, modes: str, grace_s: float) -> list[ChildSpec]:
+    return [spec(f"{name}-{number}" if number else name, mode, grace_s) for number, mode in enumerate(modes.split(","))]
 
 
 def say(message: str) -> None:
@@ -41,7 +46,7 @@ async def run(gateway: str, engine: str, ready: str, backoff: str, grace: str) -
     companions = [msgspec.structs.replace(spec("valkey", mode, float(grace)), vital=False)] if mode else []
     supervisor = Supervisor(
         gateway=spec("gateway", gateway, float(grace)),
-        engines=[spec("engine", engine, float(grace))],
+        engines=several("engine", engine, float(grace)),
         companions=companions,
         environ=dict(os.environ),
         say=say,

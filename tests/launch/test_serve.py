@@ -30,7 +30,8 @@ def model(tmp_path: Path) -> Model:
 
 
 def told(options: ServeOptions, model: Model) -> tuple[EngineOptions, GatewayOptions]:
-    engine = serve.engine_options(options, model, Path("/run"), Path("/data/packed"), 64 * MIB)
+    alone = serve.engine_options(options, model, Path("/data/packed"), 64 * MIB)
+    engine = serve.all_engines(alone, options, Path("/run"))[-1]
     pepper = valkey.pepper_file(options, Path("/data"))
     return engine, serve.gateway_options(options, model, 8001, (engine.listen,), pepper)
 
@@ -51,6 +52,7 @@ GIVEN = {
     "dtype": "float32",
     "quantization": "int8",
     "kv_dtype": "fp8",
+    "replicas": "2",
     "threads": "3",
     "max_context": "77",
     "max_queue": "5",
@@ -84,9 +86,9 @@ def test_both_processes_know_the_same_model(model: Model) -> None:
 
 def test_the_draft_model_reaches_the_engine_and_is_counted(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     options = read_options({"kv_memory": "64MiB"}, {})
-    engine = serve.engine_options(options, model, Path("/run"), Path("/data/packed"), 64 * MIB, model)
+    engine = serve.engine_options(options, model, Path("/data/packed"), 64 * MIB, model)
     assert engine.draft_model == str(model.path)
-    assert serve.engine_options(options, model, Path("/run"), Path("/data/packed"), 64 * MIB).draft_model == ""
+    assert serve.engine_options(options, model, Path("/data/packed"), 64 * MIB).draft_model == ""
     monkeypatch.setattr(serve, "available_bytes", lambda: 64 * MIB + model.size_bytes)
     serve.check_memory(options, model)
     with pytest.raises(UserError, match="at least 8 KiB for the weights"):
@@ -137,6 +139,40 @@ def test_memory_that_cannot_be_had(
     monkeypatch.setattr(serve, "available_bytes", lambda: available)
     with pytest.raises(UserError, match=words):
         serve.check_memory(read_options({"kv_memory": kv_memory}, {}), model)
+
+
+def test_replicas_share_memory_and_have_their_own_names_and_sockets(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "usable_cpus", lambda: tuple(range(7)))
+    options = read_options({"replicas": "3", "kv_memory": "64MiB"}, {})
+    engines = serve.all_engines(serve.engine_options(options, model, Path("/p"), 64 * MIB), options, Path("/run"))
+    assert [engine.replica for engine in engines] == [0, 1, 2]
+    assert [engine.listen for engine in engines] == [f"unix:/run/engine-{replica}.sock" for replica in range(3)]
+    assert {engine.kv_memory_bytes for engine in engines} == {64 * MIB // 3}
+    assert [(engine.threads, engine.cpus) for engine in engines] == [(2, (0, 1)), (2, (2, 3)), (2, (4, 5))]
+    assert [serve.numbered("engine", engine.replica, engines) for engine in engines] == [
+        "engine-0",
+        "engine-1",
+        "engine-2",
+    ]
+    assert serve.numbered("engine", 0, engines[:1]) == "engine"
+
+
+def test_memory_is_counted_for_all_replicas(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = read_options({"replicas": "4", "kv_memory": "64MiB"}, {})
+    monkeypatch.setattr(serve, "available_bytes", lambda: 64 * MIB + 4 * model.size_bytes)
+    assert serve.check_memory(options, model) == 64 * MIB
+    monkeypatch.setattr(serve, "available_bytes", lambda: 64 * MIB + 4 * model.size_bytes - 1)
+    with pytest.raises(UserError, match="16 KiB for the weights of 4 replicas, .* lower --kv-memory or --replicas"):
+        serve.check_memory(options, model)
+    with pytest.raises(UserError, match="--kv-memory: 3 MiB for 4 replicas is less than 1 MiB for each"):
+        serve.check_memory(read_options({"replicas": "4", "kv_memory": "3MiB"}, {}), model)
+
+
+def test_the_banner_says_how_many_serve() -> None:
+    assert serve.missing(2, 2) == "" and "by 1 of 2 engine replicas" in serve.missing(1, 2)
+    assert serve.missing(1, 2) in serve.banner("m", "h", 1, 0.5, "", serve.missing(1, 2))
 
 
 def test_the_default_pool_is_what_the_engine_has_by_itself() -> None:
@@ -194,7 +230,7 @@ async def test_the_engine_listens_when_its_socket_appears(tmp_path: Path, monkey
     monkeypatch.setattr(probe, "NEWS_S", 0.0)
     socket = tmp_path / "engine.sock"
     news = asyncio.Event()
-    waiting = asyncio.create_task(probe.until_exists(socket, lambda _message: news.set()))
+    waiting = asyncio.create_task(probe.until_any_exists([tmp_path / "other", socket], lambda _message: news.set()))
     await asyncio.wait_for(news.wait(), 20)
     assert not waiting.done()
     socket.touch()
@@ -214,22 +250,22 @@ async def test_a_closed_port_is_no_answer() -> None:
     assert status == 0 and answer.startswith("no answer: ")
 
 
-HEALTH = {"engines": [{"details": {"first_token_s": "1.25", "kernels": "native avx2"}}]}
+HEALTH = {"engines": [{"details": {"first_token_s": "1.25", "kernels": "native avx2"}}, {}]}
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "serving", "words"),
     [
-        (json.dumps(HEALTH), "1.25 s from the engine's cold start to its first token, on native avx2"),
-        ('{"engines": []}', ""),
-        ('{"engines": [{"details": {}}]}', ""),
-        ("[1]", ""),
-        ("nothing", ""),
+        (json.dumps(HEALTH), 2, "1.25 s from the engine's cold start to its first token, on native avx2"),
+        ('{"engines": []}', 1, ""),
+        ('{"engines": [{"details": {}}]}', 1, ""),
+        ("[1]", 1, ""),
+        ("nothing", 1, ""),
     ],
 )
-async def test_the_cold_start_is_told_if_the_engine_tells_it(body: str, words: str) -> None:
+async def test_the_cold_start_is_told_if_the_engine_tells_it(body: str, serving: int, words: str) -> None:
     async with answering(http("200 OK", body)) as port:
-        assert await probe.cold_start("127.0.0.1", port) == words
+        assert await probe.first_look("127.0.0.1", port) == (serving, words)
 
 
 @pytest.mark.parametrize(("log_format", "line"), [("console", "pellucid: hello"), ("json", '"event": "hello"')])

@@ -185,12 +185,40 @@ async def test_a_users_mistake_is_forwarded_and_not_tried_again(modes: tuple[str
         assert await run.process.wait() == 2
 
 
+async def test_what_has_lived_before_is_tried_again_whatever_it_says(tmp_path: Path) -> None:
+    """One engine that finds no memory when it comes back must not take those down that serve."""
+    async with supervised("serves", f"serves,mistake-if:{tmp_path / 'lived'}") as run:
+        await run.until(lambda line: line.startswith("supervisor: engine-1 ended with code 1"))
+        for _ in range(3):
+            await run.until(lambda line: line.startswith("supervisor: engine-1 ended with code 2"))
+        run.process.terminate()
+        lines = await run.rest()
+        assert (lines.count("engine up"), lines.count("gateway up"), lines.count("engine-1 up")) == (1, 1, 1)
+        assert await run.process.wait() == 0
+
+
+async def test_the_first_life_of_any_engine_may_end_all() -> None:
+    async with supervised("serves", "serves,mistake") as run:
+        await run.rest()
+        assert await run.process.wait() == 2
+
+
+async def test_other_engines_load_once_the_first_one_listens() -> None:
+    async with supervised("serves", "serves,serves,serves") as run:
+        await run.seen("gateway up", "engine up", "engine-1 up", "engine-2 up")
+        assert run.lines.index("supervisor: listening") < run.lines.index("engine-1 up")
+        run.process.terminate()
+        lines = await run.rest()
+        assert lines.index("gateway gone") < min(lines.index(f"engine{one} stops") for one in ("", "-1", "-2"))
+        assert await run.process.wait() == 0
+
+
 async def test_a_gateway_waits_for_the_engine_and_is_never_started_in_vain() -> None:
-    async with supervised("serves", "serves", ready="loading") as run:
+    async with supervised("serves", "serves,serves", ready="loading") as run:
         await run.seen("engine up")
         run.process.terminate()
         lines = await run.rest()
-        assert lines[-2:] == ["engine stops", "engine gone"] and "gateway up" not in lines
+        assert lines[-2:] == ["engine stops", "engine gone"] and not {"gateway up", "engine-1 up"} & set(lines)
         assert await run.process.wait() == 0
 
 
