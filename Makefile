@@ -2,6 +2,7 @@
 #
 #   make serve     set up, fetch the default model, serve on 127.0.0.1:8000   (PORT=8080 MODEL=path/to/model.gguf ARGS='--max-queue 64')
 #   make test      set up with the test extras, then the whole suite          (ARGS='-k name' to choose)
+#   make chaos     the whole appliance while its processes are killed, stopped and starved; takes minutes
 #   make check     lint, format, types
 #   make test-sanitized   the tests of the native kernels with a build that checks every access; needs g++
 #   make test-auto-gptq   the tests with auto-gptq itself, in an environment of their own
@@ -17,7 +18,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: help serve test test-sanitized test-auto-gptq check format bench bench-engine bench-peers quality install lock clean
+.PHONY: help serve test chaos test-sanitized test-auto-gptq check format bench bench-engine bench-peers quality install lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,7 +36,11 @@ serve: $(VENV)/serve.stamp
 
 test: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --ignore=tests/chaos $(ARGS)
+
+chaos: $(VENV)/everything.stamp
+	$(BIN)/pellucid model pull
+	$(BIN)/python -m pytest -s tests/chaos $(ARGS)
 
 # libstdc++ comes first too, because libasan looks for what throws exceptions when it starts.  Of leaks it would know only
 # those of Python.

@@ -78,7 +78,9 @@ class Replica:
         self.calls: dict[str, Call] = {}
         self._watcher = watcher
         self._losses = losses
+        self._silence_s, self._silence_max_s = silence_s, silence_max_s
         self._patience = _Patience(silence_s, silence_max_s)
+        self._epoch = ""
         self._writer: asyncio.StreamWriter | None = None
         self._one_clock = False
         self._owes_since_ns = 0
@@ -185,6 +187,8 @@ class Replica:
         self.hello = msgspec.structs.replace(hello, replica=self.number)
         self._one_clock = clock.shares_clock(hello.clock_id)
         self._backoff_s = BACKOFF_MIN_S
+        if hello.epoch != self._epoch:
+            self._epoch, self._patience = hello.epoch, _Patience(self._silence_s, self._silence_max_s)
         self._watcher.engine_up(self.number, epoch=hello.epoch, block_slots=hello.block_slots)
         _log.info("engine connected", replica=self.number, model=hello.model, fingerprint=hello.fingerprint)
 

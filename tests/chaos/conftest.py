@@ -1,0 +1,229 @@
+"""
+The real processes, with two engine replicas, keys and limits, and ways to hurt them.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.live.conftest import ROOT, Appliance, serve
+
+WAIT_S = 90.0
+"""For a restarted engine: it loads the model anew, beside one that works."""
+REQUESTS_PER_MINUTE = 6000
+CONCURRENT = 64
+
+
+class Stream:
+    """One streamed completion, read in a thread of its own; what its client saw, and when."""
+
+    def __init__(self, fleet: "Fleet", body: dict[str, Any]) -> None:
+        self.text = ""
+        self.finish_reason = ""
+        self.error = ""
+        self.usage: dict[str, Any] = {}
+        self.request_id = ""
+        self.pause_s = 0.0
+        """The longest wait for anything."""
+        self.begun = threading.Event()
+        self._fleet = fleet
+        self._body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def end(self) -> "Stream":
+        """Wait for its end."""
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "a stream does not end"
+        return self
+
+    def has_begun(self) -> None:
+        """Wait for its first text."""
+        assert self.begun.wait(WAIT_S), self.error
+
+    def _read(self) -> None:
+        heard_s = time.monotonic()
+        try:
+            with self._fleet.client() as client, client.stream("POST", "/v1/completions", json=self._body) as answer:
+                self.request_id = answer.headers["x-request-id"]
+                if answer.status_code != 200:
+                    self.error = f"{answer.status_code} {answer.read().decode()}"
+                    return
+                for line in answer.iter_lines():
+                    now_s = time.monotonic()
+                    self.pause_s, heard_s = max(self.pause_s, now_s - heard_s), now_s
+                    if line.startswith("data: {"):
+                        self._take(json.loads(line.removeprefix("data: ")))
+        except httpx.HTTPError as error:
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            self.begun.set()
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            self.error = json.dumps(event["error"])
+            return
+        self.usage = event.get("usage") or self.usage
+        for choice in event["choices"]:
+            self.text += choice["text"]
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+            if choice["text"]:
+                self.begun.set()
+
+
+class Fleet:
+    """A running appliance, its processes, and a key for it."""
+
+    def __init__(self, appliance: Appliance, data: Path, key: str) -> None:
+        self.appliance = appliance
+        self.data = data
+        self.key = key
+        self.model = self.get("/v1/models")["data"][0]["id"]
+
+    def client(self, timeout_s: float = WAIT_S) -> httpx.Client:
+        headers = {"authorization": f"Bearer {self.key}"}
+        return httpx.Client(base_url=self.appliance.url, headers=headers, timeout=timeout_s)
+
+    def get(self, path: str) -> Any:
+        with self.client() as client:
+            answer = client.get(path)
+            assert answer.status_code in (200, 503), answer.text
+            return answer.json()
+
+    def post(self, **changes: object) -> httpx.Response:
+        with self.client() as client:
+            return client.post("/v1/completions", json=self.body(0, **changes))
+
+    def body(self, number: int, **changes: object) -> dict[str, Any]:
+        """A request that says the same each time."""
+        return {
+            "model": self.model,
+            "prompt": f"Story number {number}. Once upon a time there was a",
+            "max_tokens": 80,
+            "temperature": 1,
+            "seed": number,
+            "ignore_eos": True,
+            **changes,
+        }
+
+    def stream(self, body: dict[str, Any]) -> Stream:
+        return Stream(self, body)
+
+    # ---- processes
+
+    def processes(self, module: str) -> dict[int, list[str]]:
+        """Process ids and command lines of our children that run `module`, or a program of that name."""
+        found: dict[int, list[str]] = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                words = [word.decode() for word in (entry / "cmdline").read_bytes().split(b"\0")]
+            except OSError:
+                continue  # It has just ended.
+            if parent == self.appliance.process.pid and (module in words or words[0].endswith(module)):
+                found[int(entry.name)] = words
+        return found
+
+    def engine(self, replica: int) -> int:
+        """The process id of a replica."""
+        found = self.processes("engine")
+        return next(
+            pid for pid, words in found.items() if json.loads(words[words.index("--options") + 1])["replica"] == replica
+        )
+
+    def the(self, module: str) -> int:
+        """The process id of the only one."""
+        [pid] = self.processes(module)
+        return pid
+
+    def busy(self) -> int:
+        """The replica that holds the most KV now."""
+        replicas = self.get("/debug/kv")["replicas"]
+        held = {int(number): book["slots"]["filled"] + book["slots"]["lookahead"] for number, book in replicas.items()}
+        assert max(held.values()) > 0, "nobody works"
+        return max(held, key=lambda number: held[number])
+
+    def kill_busy(self, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal to the replica that works; its process id."""
+        pid = self.engine(self.busy())
+        os.kill(pid, number)
+        return pid
+
+    # ---- waiting, and the books
+
+    def until(self, truth: Callable[[], bool], what: str, within_s: float = WAIT_S) -> float:
+        """Poll until it holds; how long that took, in seconds."""
+        begun_s = time.monotonic()
+        while not truth():
+            assert time.monotonic() - begun_s < within_s, f"not within {within_s:g} s: {what}"
+            time.sleep(0.02)
+        return time.monotonic() - begun_s
+
+    def until_whole(self) -> float:
+        """Until both replicas serve and the limits are kept by the server again."""
+
+        def whole() -> bool:
+            return len(self.get("/health")["engines"]) == 2 and self.get("/health")["status"] == "ok"
+
+        return self.until(whole, "all is well again")
+
+    def check_books(self) -> None:
+        """Every ledger sums, no book has failed to close, no KV is held, nothing is held of the limits."""
+
+        def quiet() -> bool:
+            kv = self.get("/debug/kv")["slots"]
+            rows = self.get("/debug/requests")["requests"]
+            return kv["filled"] + kv["tail"] + kv["lookahead"] + kv["fenced"] == 0 and all(
+                row["outcome"] for row in rows
+            )
+
+        self.until(quiet, "everything is given back")
+        for row in self.get("/debug/requests")["requests"]:
+            assert sum(row["states"].values()) == row["e2e_ns"], row
+        with self.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        mismatches = [line for line in lines if line.startswith("pellucid_book_mismatches_total{")]
+        assert mismatches and all(line.endswith((" 0", " 0.0")) for line in mismatches), mismatches
+
+    def ledger(self, request_id: str) -> Any:
+        """One request's."""
+        return self.get(f"/debug/requests/{request_id}")
+
+
+@pytest.fixture(scope="session")
+def fleet(default_model: Path) -> Iterator[Fleet]:
+    """Two replicas of the default model, with one thread each, for all tests of this folder."""
+    with tempfile.TemporaryDirectory(prefix="pellucid-chaos-") as folder:
+        data = Path(folder)
+        limits = ["--rpm", str(REQUESTS_PER_MINUTE), "--tpm", "10000000", "--concurrent", str(CONCURRENT)]
+        create = ["keys", "create", "--tenant", "chaos", *limits, "--json", "--data-dir", folder]
+        command = [sys.executable, "-m", "pellucid", *create]
+        made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        key = json.loads(made.stdout)["key"]
+        options = ["--model", str(default_model), "--data-dir", folder, "--replicas", "2", "--threads", "1"]
+        with serve(*options, "--kv-memory", "256MiB", "--drain", "5") as appliance:
+            running = Fleet(appliance, data, key)
+            running.until_whole()
+            yield running
+
+
+@pytest.fixture(autouse=True)
+def whole(fleet: Fleet) -> Iterator[None]:
+    """Each test begins, and ends, with everything well and every book closed."""
+    fleet.until_whole()
+    yield
+    fleet.until_whole()
+    fleet.check_books()
