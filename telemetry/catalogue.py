@@ -1,6 +1,8 @@
 """
 The metric catalogue: one table of everything that `/metrics` says, with the way each number is read from records.
 
+`join` says what becomes of the numbers of several gateway workers (telemetry.numbers).
+
 Names follow Prometheus: base units, `_total` on counters.  Durations are kept in integer nanoseconds and divided once,
 at the scrape, so sums are exact.  Dashboards and alerts are rendered from this table, which is why it is in one file.
 """
@@ -213,7 +215,7 @@ def _of_replica(amount: Callable[[StepRecord], int]) -> Callable[[StepRecord], P
 
 
 def _step_counter(name: str, help: str, amount: Callable[[StepRecord], int]) -> Metric:
-    return Metric(name=name, kind="counter", help=help, labels=("replica",), of_step=_of_replica(amount))
+    return Metric(name=name, kind="counter", help=help, labels=("replica",), join="most", of_step=_of_replica(amount))
 
 
 def _step_work(step: StepRecord) -> Points:
@@ -235,6 +237,7 @@ STEP_METRICS = (
         help="Time of one engine step without the idle time before it.",
         unit="seconds",
         labels=("replica",),
+        join="most",
         buckets=STEP_BUCKETS_S,
         divisor=NS_PER_S,
         of_step=_of_replica(lambda step: step.step_ns - step.parts.get("idle", 0)),
@@ -245,6 +248,7 @@ STEP_METRICS = (
         help="Time of the engine by part of its steps; the parts sum to the engine's life.",
         unit="seconds",
         labels=("replica", "part"),
+        join="most",
         divisor=NS_PER_S,
         of_step=lambda step: [((str(step.replica), part), spent_ns) for part, spent_ns in step.parts.items()],
     ),
@@ -254,6 +258,7 @@ STEP_METRICS = (
         help="Where the compute part of steps went, as far as the decoder can tell.",
         unit="seconds",
         labels=("replica", "part"),
+        join="most",
         divisor=NS_PER_S,
         of_step=lambda step: [((str(step.replica), part), spent_ns) for part, spent_ns in step.compute_parts.items()],
     ),
@@ -262,6 +267,7 @@ STEP_METRICS = (
         kind="counter",
         help="Rows computed by engine steps, by the reason for computing them.",
         labels=("replica", "work"),
+        join="most",
         of_step=_step_work,
     ),
     _step_counter(
@@ -279,6 +285,7 @@ STEP_METRICS = (
         kind="counter",
         help="Tokens guessed ahead by engine steps, by what came of them.",
         labels=("replica", "verdict"),
+        join="most",
         of_step=lambda step: [
             ((str(step.replica), "accepted"), step.draft_accepted_tokens),
             ((str(step.replica), "rejected"), step.draft_rejected_tokens),
@@ -290,6 +297,7 @@ STEP_METRICS = (
         help="Compute time that went into rejected drafts, by the engine's model of what a row costs.",
         unit="seconds",
         labels=("replica",),
+        join="most",
         divisor=NS_PER_S,
         of_step=_of_replica(lambda step: step.draft_rejected_ns),
     ),
@@ -298,6 +306,7 @@ STEP_METRICS = (
         kind="histogram",
         help="Sequences that one step served.",
         labels=("replica",),
+        join="most",
         buckets=(0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0),
         of_step=_of_replica(lambda step: step.sequences),
     ),
@@ -315,6 +324,7 @@ STEP_METRICS = (
         help="Bytes that ranks exchanged; zero where there is one rank.",
         unit="bytes",
         labels=("replica",),
+        join="most",
         of_step=_of_replica(lambda step: step.interconnect_bytes),
     ),
 )
@@ -329,7 +339,9 @@ def _of_current(amount: Callable[[StepRecord], int | float]) -> Callable[[View],
 
 def _replica_gauge(name: str, help: str, amount: Callable[[StepRecord], int | float]) -> Metric:
     unit = "ratio" if name.endswith("_ratio") else ""
-    return Metric(name=name, kind="gauge", help=help, unit=unit, labels=("replica",), of_view=_of_current(amount))
+    return Metric(
+        name=name, kind="gauge", help=help, unit=unit, labels=("replica",), join="first", of_view=_of_current(amount)
+    )
 
 
 def _kv_slots(view: View) -> Points:
@@ -352,8 +364,9 @@ VIEW_METRICS = (
     Metric(
         name="pellucid_engine_up",
         kind="gauge",
-        help="Whether the gateway is connected to the engine replica.",
+        help="Whether the gateway, all of its workers, is connected to the engine replica.",
         labels=("replica",),
+        join="least",
         of_view=lambda view: [((str(replica.replica),), int(replica.up)) for replica in view.replicas],
     ),
     Metric(
@@ -361,6 +374,7 @@ VIEW_METRICS = (
         kind="counter",
         help="How often the engine replica came back as a new process.",
         labels=("replica",),
+        join="most",
         of_view=lambda view: [((str(replica.replica),), replica.restarts) for replica in view.replicas],
     ),
     Metric(
@@ -369,6 +383,7 @@ VIEW_METRICS = (
         help="Time since the last step of the engine replica; it makes none while it has no work.",
         unit="seconds",
         labels=("replica",),
+        join="least",
         divisor=NS_PER_S,
         of_view=lambda view: [((str(replica.replica),), replica.silent_ns) for replica in view.replicas],
     ),
@@ -377,6 +392,7 @@ VIEW_METRICS = (
         kind="gauge",
         help="KV slots by place; the places sum to the pool.",
         labels=("replica", "place"),
+        join="first",
         of_view=_kv_slots,
     ),
     _replica_gauge(
@@ -428,21 +444,36 @@ VIEW_METRICS = (
     Metric(
         name="pellucid_event_loop_tasks",
         kind="gauge",
-        help="Tasks of the gateway's event loop; without requests it is a small constant.",
+        help="Tasks of the gateway's event loops; without requests it is a small constant.",
         of_view=lambda view: [((), view.loop_tasks)] if view.loop_tasks else [],
     ),
     Metric(
         name="pellucid_process_resident_memory_bytes",
         kind="gauge",
-        help="Resident memory of the gateway process.",
+        help="Resident memory of the gateway; of all its workers.",
         unit="bytes",
         of_view=lambda view: [((), view.resident_bytes)] if view.resident_bytes else [],
+    ),
+    Metric(
+        name="pellucid_gateway_workers",
+        kind="gauge",
+        help="Gateway processes that share the port.",
+        join="first",
+        of_view=lambda view: [((), view.workers)],
+    ),
+    Metric(
+        name="pellucid_gateway_workers_silent",
+        kind="gauge",
+        help="Of those, the ones that did not answer: of them there is what they have counted, not what they see now.",
+        join="first",
+        of_view=lambda view: [((), view.workers_silent)],
     ),
     Metric(
         name="pellucid_build_info",
         kind="gauge",
         help="Always 1; the labels say what runs.",
         labels=("version", "model"),
+        join="first",
         of_view=lambda view: [(labels, 1) for labels in view.build],
     ),
 )

@@ -12,7 +12,8 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -24,6 +25,7 @@ from telemetry.export import target
 from telemetry.live import LiveRequest, TraceContext, accept_trace
 from telemetry.logs import dropped_lines, log_request
 from telemetry.metrics import Metrics
+from telemetry.numbers import Numbers
 from telemetry.recent import BLOCK_SLOTS, Recent
 from telemetry.records import RequestRecord, StepRecord
 from telemetry.runtime import RuntimeSampler
@@ -73,14 +75,19 @@ _Item = _Ended | StepRecord | _Observation
 class Hub:
     """Takes records, never slows their producer, and answers questions about them."""
 
-    def __init__(self, *, model: str = "", version: str = "", otlp_endpoint: str = "") -> None:
+    def __init__(self, *, model: str = "", version: str = "", otlp_endpoint: str = "", step_books: bool = True) -> None:
         """
-        `otlp_endpoint` is what the command line says; empty: what the OTEL_* variables say.
+        Raises ExportConfigError.
 
-        Raises ExportConfigError when those make no sense.
+        Args:
+            model: what is served.
+            version: ours.
+            otlp_endpoint: what the command line says; empty: what the OTEL_* variables say.
+            step_books: whether the books of steps are checked; of several that hear of the same steps, by one.
         """
         self._models = (model,) if model else ()
         self._version = version
+        self._step_books = step_books
         self._sink: Sink[_Item] = Sink(items_max=RECORDS_MAX)
         self._recent = Recent(requests_max=REQUESTS_MAX, steps_max=STEPS_MAX, live_max=LIVE_MAX)
         self._metrics = Metrics(models=self._models)
@@ -121,10 +128,23 @@ class Hub:
 
     # What people and scrapers ask.
 
-    def metrics_text(self, accept: str = "") -> tuple[bytes, str]:
+    def metrics_text(
+        self, accept: str = "", others: Sequence[Numbers] = (), *, workers: int = 1, workers_silent: int = 0
+    ) -> tuple[bytes, str]:
         """Everything in the metric catalogue, in the format that the Accept header asks for, and its content type."""
         self._pump_all()
-        return self._metrics.text(self._view(clock.now_ns()), accept)
+        view = replace(self._view(clock.now_ns()), workers=workers, workers_silent=workers_silent)
+        return self._metrics.text(view, accept, others)
+
+    def numbers(self) -> Numbers:
+        """The same for another worker, that joins them with its own."""
+        self._pump_all()
+        return self._metrics.numbers(self._view(clock.now_ns()))
+
+    def resume(self, numbers: Numbers) -> None:
+        """Count on from where a former life of this worker was.  Before `start`."""
+        assert self._pumping is None, "something may have been counted"
+        self._metrics.resume(numbers)
 
     def debug_requests(self, limit: int = 100) -> JsonObject:
         """The newest requests, those in flight included."""
@@ -220,8 +240,9 @@ class Hub:
             self._mismatch(book, amount, f"request {record.request_id}")
 
     def _check_step(self, record: StepRecord) -> None:
-        for book, amount in step_mismatches(record):
-            self._mismatch(book, amount, f"step {record.step_id} of replica {record.replica}")
+        if self._step_books:
+            for book, amount in step_mismatches(record):
+                self._mismatch(book, amount, f"step {record.step_id} of replica {record.replica}")
         for finished in record.finished:
             self._check_request(finished)
 

@@ -1,20 +1,15 @@
 """
-Turns records into the numbers of the catalogue, and the numbers into the text that Prometheus reads.
+Turns records into the numbers of the catalogue.
 
 Amounts are kept as integers and divided at the scrape.  There is no global registry and no state outside `Metrics`.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from itertools import accumulate, product
-
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.utils import floatToGoString
+from collections.abc import Iterable, Sequence
+from itertools import product
 
 from telemetry.catalogue import CATALOGUE
+from telemetry.numbers import Amount, Histogram, Labels, Numbers, exposition, join
 from telemetry.records import RequestRecord, StepRecord
 from telemetry.vocabulary import LABELS, OTHER, Metric, Points, View
 
@@ -22,29 +17,16 @@ _NAMES_MAX = 64
 """Models and replicas that get labels of their own."""
 
 
-class _Histogram:
-    """Observations of one series: how many fell into each bucket, and their exact sum."""
-
-    __slots__ = ("counts", "total")
-
-    def __init__(self, bucket_count: int) -> None:
-        self.counts = [0] * (bucket_count + 1)
-        self.total: int | float = 0
-
-
 class Metrics:
     """The state behind `/metrics`."""
 
     def __init__(self, *, models: Iterable[str] = ()) -> None:
         self.models = frozenset(models)
-        self._sums: dict[str, dict[tuple[str, ...], int | float]] = {metric.name: {} for metric in CATALOGUE}
-        self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {metric.name: {} for metric in CATALOGUE}
+        self._sums: dict[str, dict[Labels, Amount]] = {metric.name: {} for metric in CATALOGUE}
+        self._histograms: dict[str, dict[Labels, Histogram]] = {metric.name: {} for metric in CATALOGUE}
         self._by_name = {metric.name: metric for metric in CATALOGUE}
         self._of_request = [metric for metric in CATALOGUE if metric.of_request is not None]
         self._of_step = [metric for metric in CATALOGUE if metric.of_step is not None]
-        self._view = View()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
         for metric in CATALOGUE:
             if metric.zeros:
                 self._begin(metric)
@@ -65,24 +47,31 @@ class Metrics:
         """Add to a metric that no record holds."""
         self._take(self._by_name[name], [(labels, amount)])
 
-    def text(self, view: View, accept: str = "") -> tuple[bytes, str]:
-        """All metrics in the format that the Accept header asks for, and its content type."""
-        encode, content_type = choose_encoder(accept)
-        self._view = view
-        return encode(self._registry), content_type
+    def numbers(self, view: View) -> Numbers:
+        """All of them, as they are now."""
+        sums = {
+            metric.name: self._sums[metric.name] if metric.of_view is None else self._seen(metric, view)
+            for metric in CATALOGUE
+        }
+        return Numbers(sums, self._histograms)
 
-    def collect(self) -> Iterator[Family]:
-        """What prometheus-client asks its collectors for."""
-        for metric in CATALOGUE:
-            if metric.kind == "histogram":
-                yield self._histogram_family(metric)
-            else:
-                yield self._sum_family(metric)
+    def text(self, view: View, accept: str = "", others: Sequence[Numbers] = ()) -> tuple[bytes, str]:
+        """Our numbers and those of `others`, in the format that the Accept header asks for, and its content type."""
+        numbers = self.numbers(view)
+        return exposition(join([numbers, *others]) if others else numbers, accept)
+
+    def resume(self, numbers: Numbers) -> None:
+        """Count on from where another life of this process was; nothing has been counted yet."""
+        counted = numbers.counted()
+        for name, series in counted.sums.items():
+            self._sums[name] |= series
+        for name, histograms in counted.histograms.items():
+            self._histograms[name] |= histograms
 
     def _begin(self, metric: Metric) -> None:
         for labels in product(*(LABELS[label] for label in metric.labels)):
             if metric.kind == "histogram":
-                self._histograms[metric.name][labels] = _Histogram(len(metric.buckets))
+                self._histograms[metric.name][labels] = Histogram([0] * (len(metric.buckets) + 1))
             else:
                 self._sums[metric.name][labels] = 0
 
@@ -99,11 +88,11 @@ class Metrics:
             labels = raw if raw in series else self._closed(metric, raw)
             series[labels] = series.get(labels, 0) + amount
 
-    def _histogram(self, metric: Metric, raw: tuple[str, ...]) -> _Histogram:
+    def _histogram(self, metric: Metric, raw: tuple[str, ...]) -> Histogram:
         series = self._histograms[metric.name]
         histogram = series.get(raw)
         if histogram is None:
-            histogram = series.setdefault(self._closed(metric, raw), _Histogram(len(metric.buckets)))
+            histogram = series.setdefault(self._closed(metric, raw), Histogram([0] * (len(metric.buckets) + 1)))
         return histogram
 
     def _closed(self, metric: Metric, values: tuple[str, ...]) -> tuple[str, ...]:
@@ -120,24 +109,11 @@ class Metrics:
             return value.isdecimal() and len(value) <= 2 and int(value) < _NAMES_MAX
         return label == "version" or value in self.models
 
-    def _sum_family(self, metric: Metric) -> Family:
-        make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-        family = make(metric.name, metric.help, labels=metric.labels, unit=metric.unit)
-        series = self._sums[metric.name]
-        if metric.of_view is not None:
-            # The present alone counts: a view replaces what an earlier one said, so nothing can freeze.
-            series = dict.fromkeys(series, 0) if metric.zeros else {}
-            for raw, amount in metric.of_view(self._view):
-                labels = self._closed(metric, raw)
-                series[labels] = series.get(labels, 0) + amount
-        for labels, amount in series.items():
-            family.add_metric(labels, amount / metric.divisor if metric.divisor != 1 else amount)
-        return family
-
-    def _histogram_family(self, metric: Metric) -> Family:
-        family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels, unit=metric.unit)
-        bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
-        for labels, histogram in self._histograms[metric.name].items():
-            cumulative = accumulate(histogram.counts)
-            family.add_metric(labels, list(zip(bounds, cumulative, strict=True)), histogram.total / metric.divisor)
-        return family
+    def _seen(self, metric: Metric, view: View) -> dict[Labels, Amount]:
+        """The present alone counts, beside what a former life has counted: a gauge cannot freeze."""
+        assert metric.of_view is not None
+        series = dict(self._sums[metric.name])
+        for raw, amount in metric.of_view(view):
+            labels = self._closed(metric, raw)
+            series[labels] = series.get(labels, 0) + amount
+        return series

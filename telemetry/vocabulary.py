@@ -144,6 +144,10 @@ class View:
     resident_bytes: int = 0
     loop_tasks: int = 0
     """Tasks of the event loop: what a request leaves behind would show here."""
+    workers: int = 1
+    """Gateway processes that share the port."""
+    workers_silent: int = 0
+    """Of those, the ones that do not say what they see now."""
     build: tuple[tuple[str, str], ...] = ()
     """(version, model), one a model."""
 
@@ -163,5 +167,7 @@ class Metric:
     of_request: Callable[[RequestRecord], Points] | None = None
     of_step: Callable[[StepRecord], Points] | None = None
     of_view: Callable[[View], Points] | None = None
+    join: Literal["sum", "most", "least", "first"] = "sum"
+    """What becomes of the numbers of several gateway workers; see `telemetry.numbers`."""
     zeros: bool = False
     """Whether all series of its closed labels are there, at zero, before anything has happened."""
