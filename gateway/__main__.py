@@ -60,11 +60,13 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             options = _options(raw)
             logs.configure(options.log_level, options.log_format)
-            listener = stack.enter_context(listen(options.host, options.port))
+            listener = stack.enter_context(open_listener(options))
             application = Application(options, load(Path(options.model)))
         except (CannotStart, VocabularyError, ExportConfigError, Misconfigured, ValueError) as error:
             print(f"gateway: {error}", file=sys.stderr)
             return EXIT_CANNOT_START
+        if options.workers > 1:
+            structlog.contextvars.bind_contextvars(worker=options.worker)  # in each line of this process
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         runner.run(serve(application, listener))
     return 0
@@ -77,27 +79,55 @@ def _options(raw: str) -> GatewayOptions:
         raise CannotStart(f"bad options: {error}") from None
     if not options.engines:
         raise CannotStart("bad options: at least one engine is needed")
+    if not 0 <= options.worker < options.workers:
+        raise CannotStart(f"bad options: there is no worker {options.worker} of {options.workers}")
     for address in options.engines:
         if not _ADDRESS.fullmatch(address):
             raise CannotStart(f"bad options: engine {address!r} is neither unix:PATH nor tcp:HOST:PORT")
     return msgspec.structs.replace(options, redis_url=os.environ.get(REDIS_URL_VARIABLE, options.redis_url))
 
 
+def open_listener(options: GatewayOptions) -> socket.socket:
+    """
+    A listening socket, of our own or shared with other workers.  Raises CannotStart.
+
+    Workers share one socket that the supervisor holds, and not a port (SO_REUSEPORT): the connections that wait are
+    the kernel's, any worker takes them, and none is lost with a worker that dies, or waits for one that is stuck.
+    """
+    if options.listener < 0:
+        return listen(options.host, options.port)
+    where = f"{options.host}:{options.port}"
+    try:
+        listener = socket.socket(fileno=options.listener)
+    except OSError as error:
+        raise CannotStart(f"bad options: no socket for {where} was inherited: {error.strerror}") from None
+    return _begin(listener, where)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket.  Raises CannotStart."""
+    where = f"{host}:{port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise CannotStart(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise CannotStart(f"cannot listen on {where}: {error.strerror}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise CannotStart(f"cannot listen on {where}: {error.strerror}") from None
+    return _begin(listener, where)
+
+
+def _begin(listener: socket.socket, where: str) -> socket.socket:
+    try:
         listener.listen(BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise CannotStart(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise CannotStart(f"cannot listen on {where}: {error.strerror}") from None
     return listener
 
 

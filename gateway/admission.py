@@ -110,7 +110,7 @@ class Admission:
         if not options.redis_url:
             return
         self._store = Store(parse_redis_url(options.redis_url))
-        self._limiter = Limiter(self._store)
+        self._limiter = Limiter(self._store, workers=options.workers, worker=options.worker)
         self._pepper = self._read_pepper()
         self._keys = Keys(self._store, self._pepper or UNSET)
 

@@ -18,6 +18,7 @@ from gateway.errors import ApiError
 from gateway.exchange import Exchange, Front
 from gateway.routes import HANDLERS, on_api_error, on_crash, on_http_error, provide_exchange, provide_gateway
 from gateway.service import Gateway
+from gateway.siblings import Siblings
 from gateway.tokens import ModelText
 from telemetry.hub import Hub
 
@@ -28,10 +29,16 @@ class Application:
     def __init__(self, options: GatewayOptions, text: ModelText, hub: Hub | None = None) -> None:
         """Raises ExportConfigError where the settings for traces make no sense, Misconfigured those for keys."""
         self.options = options
-        self.hub = hub or Hub(model=options.model_name, version=_version(), otlp_endpoint=options.otlp_endpoint)
+        self.hub = hub or Hub(
+            model=options.model_name,
+            version=_version(),
+            otlp_endpoint=options.otlp_endpoint,
+            step_books=options.worker == 0,
+        )
         self.backend = Backend(options, self.hub)
         self.admission = Admission(options)
-        self.gateway = Gateway(options, text, self.backend, self.hub, self.admission)
+        self.siblings = Siblings(options, self.hub)
+        self.gateway = Gateway(options, text, self.backend, self.hub, self.admission, self.siblings)
         self._text = text
         litestar = Litestar(
             route_handlers=list(HANDLERS),
@@ -52,6 +59,7 @@ class Application:
 
     @asynccontextmanager
     async def _lifespan(self, _: Litestar) -> AsyncIterator[None]:
+        await self.siblings.start()
         await self.hub.start()
         await self.admission.start()
         await self.backend.start()
@@ -61,6 +69,7 @@ class Application:
             await self.front.drained()
             await self.backend.stop()
             await self.admission.stop()
+            await self.siblings.stop()
             await self.hub.stop()
             self._text.close()
 

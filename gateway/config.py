@@ -23,6 +23,12 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A person has named that server, so it may have keys that nobody here knows of."""
     pepper_file: str = ""
     """The secret of the API keys, unless the environment has it; there is none before the first key."""
+    worker: int = 0
+    """Which of the workers this is."""
+    worker_sockets: tuple[str, ...] = ()
+    """Where the workers, this one among them, ask each other what each has seen; empty: it is the only one."""
+    listener: int = -1
+    """File descriptor of a bound socket that was inherited and that the workers share; -1: listen on host and port."""
     host: str = "127.0.0.1"
     port: int = 8000
     otlp_endpoint: str = ""
@@ -49,10 +55,20 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     record_timeout_s: float = 2.0
     """After an abort, how long to wait for the engine's last word."""
     requests_max: int = 1024
-    """Requests in flight; one more is refused as overloaded."""
+    """Requests in flight, of all workers; one more is refused as overloaded."""
     header_bytes_max: int = 64 * 1024
     drain_s: float = 30.0
     """After SIGTERM, how long streams may run on before they end with an error event."""
     log_level: str = "info"
     log_format: str = "console"
     """console or json."""
+
+    @property
+    def workers(self) -> int:
+        """Processes that share the port, and the limits of the whole."""
+        return max(1, len(self.worker_sockets))
+
+    @property
+    def requests_here_max(self) -> int:
+        """This worker's share of `requests_max`."""
+        return -(-self.requests_max // self.workers)

@@ -107,14 +107,14 @@ async def ready(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exc
 @get("/metrics")
 async def metrics(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """The metric catalogue, for Prometheus."""
-    text, media_type = gateway.hub.metrics_text(exchange.headers.get("accept", ""))
+    text, media_type = await gateway.siblings.metrics(exchange.headers.get("accept", ""))
     return Response(text, media_type=media_type)
 
 
 @get("/debug/requests", guards=[authenticated])
 async def debug_requests(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """The newest requests and where their time went; with a key, those of its tenant."""
-    return json_response(gateway.debug_requests(exchange.ticket))
+    return json_response(await gateway.debug_requests(exchange.ticket))
 
 
 @get("/debug/requests/{request_id:str}", guards=[authenticated])
@@ -122,10 +122,7 @@ async def debug_request(
     gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange], request_id: FromPath[str]
 ) -> Response[bytes]:
     """One request."""
-    found = gateway.hub.debug_request(request_id)
-    if found is None or not exchange.ticket.sees(str(found["tenant"])):
-        raise ApiError(404, "not_found", "No such request is remembered.", outcome="not_found")
-    return json_response(found)
+    return json_response(await gateway.debug_request(request_id, exchange.ticket))
 
 
 @get("/debug/steps", guards=[authenticated])

@@ -18,6 +18,7 @@ from gateway.decode import T, check_token_ids, decode, split_prompts
 from gateway.errors import ApiError
 from gateway.exchange import Exchange
 from gateway.generate import Asked, Generation, parameters, plan, weight_attributes
+from gateway.siblings import Siblings
 from gateway.stream import ChatWriter, CompletionWriter, Writer
 from gateway.template import RESERVED, TemplateError
 from gateway.tokens import ModelText
@@ -36,9 +37,16 @@ class Gateway:
     """Everything that outlives a request."""
 
     def __init__(
-        self, options: GatewayOptions, text: ModelText, backend: Backend, hub: Hub, admission: Admission
+        self,
+        options: GatewayOptions,
+        text: ModelText,
+        backend: Backend,
+        hub: Hub,
+        admission: Admission,
+        siblings: Siblings,
     ) -> None:
         self.admission = admission
+        self.siblings = siblings
         self.options = options
         self.text = text
         self.backend = backend
@@ -130,8 +138,8 @@ class Gateway:
 
     async def _reserve(self, exchange: Exchange) -> None:
         """Take a place before any of the body is kept: reading, template and tokenizer all let others in between."""
-        if len(self._places) >= self.options.requests_max:
-            message = f"{self.options.requests_max} requests are in flight already; try again later."
+        if len(self._places) >= self.options.requests_here_max:
+            message = f"{self.options.requests_here_max} requests are in flight already; try again later."
             raise await exchange.refused(errors.overloaded(message))
         self._places.add(exchange)
 
@@ -288,11 +296,19 @@ class Gateway:
         status = "degraded" if self.admission.degraded else "ok"
         return {"status": status, "model": self.options.model_name, "reproducible": reproducible, "engines": engines}
 
-    def debug_requests(self, ticket: Ticket) -> dict[str, Json]:
-        """The newest requests, as far as they are for these eyes."""
-        requests = self.hub.debug_requests()["requests"]
-        assert isinstance(requests, list)
-        return {"requests": [one for one in requests if isinstance(one, dict) and ticket.sees(str(one["tenant"]))]}
+    async def debug_requests(self, ticket: Ticket) -> dict[str, Json]:
+        """The newest requests of all workers, as far as they are for these eyes."""
+        requests, silent = await self.siblings.requests()
+        return {"requests": [one for one in requests if ticket.sees(str(one["tenant"]))], **silent}
+
+    async def debug_request(self, request_id: str, ticket: Ticket) -> dict[str, Json]:
+        """The newest request of that name, whichever worker had it.  Raises ApiError: none for these eyes."""
+        found, silent = await self.siblings.find(request_id)
+        for one in found:
+            if ticket.sees(str(one["tenant"])):
+                return one
+        missing = f" Workers that do not answer: {silent['workers_silent']}." if silent else ""
+        raise ApiError(404, "not_found", f"No such request is remembered.{missing}", outcome="not_found")
 
     def model(self) -> dict[str, Json]:
         """The model object."""

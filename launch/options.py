@@ -39,6 +39,8 @@ OTHER_VARIABLES = frozenset(
 
 REPLICAS_MAX = 64
 """As many as telemetry has labels for."""
+WORKERS_MAX = 32
+"""An engine talks to twice as many: those of two servers, and those that come in place of others."""
 Value = str | int | float | bool | tuple[str, ...] | KvMemory | None
 Given = Mapping[str, str | bool | tuple[str, ...] | None]
 """Flags as they came from the command line; None or (): not given."""
@@ -158,6 +160,13 @@ OPTIONS = (
         metavar="COUNT",
         help="Engine processes on this machine; each gets its share of the processors and of --kv-memory.",
         parse=whole(least=1, most=REPLICAS_MAX),
+    ),
+    Option(
+        name="workers",
+        default="1",
+        metavar="COUNT",
+        help="Gateway processes, which share the port and the limits.",
+        parse=whole(least=1, most=WORKERS_MAX),
     ),
     Option(
         name="threads",
@@ -298,6 +307,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization: str
     kv_dtype: str
     replicas: int
+    workers: int
     threads: int
     max_context: int
     kv_memory: KvMemory

@@ -7,7 +7,6 @@ The order of the checks is by cost: an address that may not be used is refused b
 import asyncio
 import fcntl
 import importlib.util
-import ipaddress
 import json
 import os
 import shlex
@@ -16,26 +15,23 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
 from engine.config import EngineOptions
 from gateway.config import REDIS_URL_VARIABLE, GatewayOptions
-from launch.cores import share_of, usable_cpus
+from launch.address import bound, check_host, reachable
 from launch.errors import UserError
-from launch.options import REPLICAS_MAX, ServeOptions
+from launch.fleet import all_engines, all_workers, engine_children, engine_socket, worker_children, worker_socket
+from launch.options import REPLICAS_MAX, WORKERS_MAX, ServeOptions
 from launch.probe import first_look, until_any_exists, until_ready
 from launch.sizes import KV_BYTES_MIN, available_bytes, format_bytes
 from launch.store import Model, Store, data_dir
-from launch.supervise import ChildSpec, Say, Supervisor, python_command
+from launch.supervise import ChildSpec, Say, Supervisor
 from launch.valkey import embedded_socket, embedded_valkey, pepper_file
 
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un holds 108, with the zero at the end
-DRAIN_MARGIN_S = 15.0  # after its own drain time the gateway ends what is left, closes, and delivers its last spans
-ENGINE_GRACE_S = 10.0
 RUN_DIR_PREFIX = "serve-"
 PACKED = "packed"  # in the data directory: weights in the order in which the native kernels read them
 
@@ -46,46 +42,38 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
     say = _speaker(options.log_format)
     refuse_optimized()
     check_host(options.host, allowed=lambda: options.insecure_open or keys_exist(options, environ))
-    port = check_port(options.host, options.port)
-    data = data_dir(options.data_dir, environ)
-    check_draft_model(options)
-    model = Store(data).pull(options.model)
-    draft = Store(data).pull(options.draft_model) if options.draft_model else None
-    kv_bytes = check_memory(options, model, draft)
-    with run_dir(data) as folder:
-        engines = all_engines(engine_options(options, model, data / PACKED, kv_bytes, draft), options, folder)
-        redis_url, companions = key_server(options, data, folder)
-        addresses = tuple(engine.listen for engine in engines)
-        gateway = gateway_options(options, model, port, addresses, pepper_file(options, data))
-        supervisor = Supervisor(
-            engines=[
-                ChildSpec(
-                    name=numbered("engine", engine.replica, engines),
-                    command=python_command("engine", engine),
-                    grace_s=ENGINE_GRACE_S,
-                )
-                for engine in engines
-            ],
-            gateway=ChildSpec(
-                name="gateway", command=python_command("gateway", gateway), grace_s=options.drain + DRAIN_MARGIN_S
-            ),
-            companions=companions,
-            environ=child_environ(environ) | {REDIS_URL_VARIABLE: redis_url},  # it may hold a password: not for `ps`
-            say=say,
-        )
-        out(f"Starting {gateway.model_name} from {model.path}, with {format_bytes(kv_bytes)} for keys and values.")
+    with bound(options.host, options.port) as listener:
+        data = data_dir(options.data_dir, environ)
+        check_draft_model(options)
+        model = Store(data).pull(options.model)
+        draft = Store(data).pull(options.draft_model) if options.draft_model else None
+        kv_bytes = check_memory(options, model, draft)
+        with run_dir(data) as folder:
+            engines = all_engines(engine_options(options, model, data / PACKED, kv_bytes, draft), options, folder)
+            redis_url, companions = key_server(options, data, folder)
+            addresses = tuple(engine.listen for engine in engines)
+            gateway = gateway_options(options, model, listener, addresses, pepper_file(options, data))
+            supervisor = Supervisor(
+                engines=engine_children(engines),
+                gateways=worker_children(all_workers(gateway, options, folder)),
+                companions=companions,
+                environ=child_environ(environ) | {REDIS_URL_VARIABLE: redis_url},  # not for `ps`: there are passwords
+                say=say,
+                on_drained=listener.close,  # nobody takes what comes now
+            )
+            out(f"Starting {gateway.model_name} from {model.path}, with {format_bytes(kv_bytes)} for keys and values.")
 
-        async def listening() -> None:
-            await until_any_exists([socket_path(folder, engine.replica) for engine in engines], say)
+            async def listening() -> None:
+                await until_any_exists([engine_socket(folder, engine.replica) for engine in engines], say)
 
-        async def ready() -> None:
-            host = reachable(options.host)
-            await until_ready(host, port, say)
-            start_s = time.monotonic() - started_s
-            serving, cold = await first_look(host, port)
-            out(banner(gateway.model_name, host, port, start_s, cold, missing(serving, len(engines))))
+            async def ready() -> None:
+                host = reachable(options.host)
+                await until_ready(host, gateway.port, say)
+                start_s = time.monotonic() - started_s
+                serving, cold = await first_look(host, gateway.port)
+                out(banner(gateway.model_name, host, gateway.port, start_s, cold, missing(serving, len(engines))))
 
-        return asyncio.run(supervisor.run(listening, ready))
+            return asyncio.run(supervisor.run(listening, ready))
 
 
 def _speaker(log_format: str) -> Say:
@@ -119,48 +107,6 @@ def keys_exist(options: ServeOptions, environ: dict[str, str]) -> bool:
     from launch.keystore import any_keys  # noqa: PLC0415 - it is seldom needed
 
     return any_keys(options, environ)
-
-
-def check_host(host: str, *, allowed: Callable[[], bool]) -> None:
-    """Loopback, or it is `allowed` that others reach us, which is asked only then.  Raises UserError."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError) as error:
-        raise UserError(f"--host {host}: no such address") from error
-    loopback = all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
-    if not loopback and not allowed():
-        raise UserError(
-            f"--host {host} would serve everybody who can reach this machine, because there are no API keys yet; "
-            "make one with `pellucid keys create`, keep to 127.0.0.1, or serve without keys with --insecure-open"
-        )
-
-
-def check_port(host: str, port: int) -> int:
-    """The port to listen on, free a moment ago; 0 becomes a real one.  Raises UserError."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway: TIME_WAIT is no obstacle
-        try:
-            probe.bind(address)
-        except PermissionError as error:
-            raise UserError(f"port {port} needs more rights than this user has; choose one above 1023") from error
-        except OSError as error:
-            if not (port and _in_use(family, host)):
-                raise UserError(f"cannot listen on {host}: {error.strerror}") from error
-            raise UserError(
-                f"port {port} on {host} is in use; choose another with --port (make serve PORT=...)"
-            ) from error
-        return int(probe.getsockname()[1])
-
-
-def _in_use(family: int, host: str) -> bool:
-    """Whether it is the port that is the trouble, and not the address."""
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            return False
-        return True
 
 
 def check_draft_model(options: ServeOptions) -> None:
@@ -213,7 +159,8 @@ def run_dir(data: Path) -> Iterator[Path]:
         for left in base.glob(RUN_DIR_PREFIX + "*"):
             _remove_if_left(left)
         folder = Path(tempfile.mkdtemp(prefix=RUN_DIR_PREFIX, dir=base))
-        sockets = (socket_path(folder, REPLICAS_MAX - 1), embedded_socket(folder))
+        last = (engine_socket(folder, REPLICAS_MAX - 1), worker_socket(folder, WORKERS_MAX - 1))
+        sockets = (*last, embedded_socket(folder))
         if any(len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX for path in sockets):
             folder.rmdir()
             folder = Path(tempfile.mkdtemp(prefix="pellucid-", dir="/tmp"))  # TMPDIR may be as long as the other
@@ -238,38 +185,11 @@ def _remove_if_left(folder: Path) -> None:
         return
 
 
-def socket_path(folder: Path, replica: int = 0) -> Path:
-    """Where an engine replica listens."""
-    return folder / f"engine-{replica}.sock"
-
-
-def numbered(name: str, number: int, all_of_them: Sequence[object]) -> str:
-    """What one of several is called; an only one needs no number."""
-    return f"{name}-{number}" if len(all_of_them) > 1 else name
-
-
 def child_environ(environ: dict[str, str]) -> dict[str, str]:
     """The environment of the children: ours, and the way to our packages from wherever the person stands."""
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
     return environ | {"PYTHONPATH": os.pathsep.join(paths)}
-
-
-def all_engines(one: EngineOptions, options: ServeOptions, folder: Path) -> list[EngineOptions]:
-    """What each replica is told, where `one` is what an only one would be."""
-    cpus = usable_cpus()
-    engines = []
-    for replica in range(options.replicas):
-        share = share_of(replica, options.replicas, options.threads, cpus)
-        changes: dict[str, object] = {
-            "replica": replica,
-            "listen": f"unix:{socket_path(folder, replica)}",
-            "kv_memory_bytes": one.kv_memory_bytes // options.replicas,
-            "threads": share.threads,
-            "cpus": share.cpus,
-        }
-        engines.append(msgspec.structs.replace(one, **changes))
-    return engines
 
 
 def engine_options(
@@ -299,9 +219,9 @@ def engine_options(
 
 
 def gateway_options(
-    options: ServeOptions, model: Model, port: int, engines: tuple[str, ...], pepper: Path
+    options: ServeOptions, model: Model, listener: socket.socket, engines: tuple[str, ...], pepper: Path
 ) -> GatewayOptions:
-    """What the gateway is told."""
+    """What a gateway is told that is the only one."""
     return GatewayOptions(
         model=str(model.path),
         model_name=options.model_name or model.name,
@@ -309,7 +229,8 @@ def gateway_options(
         pepper_file=str(pepper),
         redis_named=bool(options.redis_url),
         host=options.host,
-        port=port,
+        port=listener.getsockname()[1],
+        listener=listener.fileno(),
         otlp_endpoint=options.otlp_endpoint,
         cors_origins=options.cors_origin,
         body_bytes_max=options.max_body,
@@ -319,11 +240,6 @@ def gateway_options(
         log_level=options.log_level,
         log_format=options.log_format,
     )
-
-
-def reachable(host: str) -> str:
-    """An address at which this machine reaches a server that listens on `host`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
 def missing(serving: int, replicas: int) -> str:

@@ -1,20 +1,21 @@
 """
 The supervisor: starts the processes, brings the dead ones back, and takes all of them down in the right order.
 
-    the first engine loads --it listens--> the gateway starts, and the other engines --/ready says yes--> serving
-    serving --a signal--> the gateway drains --> the engines stop --> 0
+    the first engine loads --it listens--> a gateway worker starts, and the other engines
+                           --/ready says yes--> serving; the other workers start
+    serving --a signal--> the workers drain --> the engines stop --> 0
     at any time:
            a child's first life ends with 2 (a user's mistake, it has said which on stderr): all down --> 2
            a child dies TRIES_MAX times before anything was ever ready: all down --> 1
 
-All wait for the first engine, because a model that cannot be served should cost one line and not a page of logs, and
-because it listens soonest when nobody else loads at the same time.  Nobody waits for the other engines, which serve as
-they come, nor for a companion, which is what it can do without: the embedded Valkey, that starts first, stops last, and
-whose deaths end nothing.  Any other death is answered by a restart after a pause that doubles with each death, is
-bounded, and is short again once the child has lived for a while: who has served before may be short of memory for a
-moment, and is no reason to stop those who still serve.  A second signal kills at once.  The children are on a leash
-(launch.leash): they do not outlive this process, whatever ends it.  They run in groups of their own, so that Ctrl-C
-reaches us alone.
+All wait for the first engine, and workers for the first worker, because what cannot be served should cost one line and
+not a page of logs, and because it is there soonest when nobody else loads at the same time.  Nobody waits for the
+others, which serve as they come, nor for a companion, which is what it can do without: the embedded Valkey, that starts
+first, stops last, and whose deaths end nothing.  Any other death is answered by a restart after a pause that doubles
+with each death, is bounded, and is short again once the child has lived for a while: who has served before may be short
+of memory for a moment, and is no reason to stop those who still serve.  A second signal kills at once.  The children
+are on a leash (launch.leash): they do not outlive this process, whatever ends it.  They run in groups of their own, so
+that Ctrl-C reaches us alone.
 
 No child is niced: the kernel already favours the gateway, which mostly sleeps, over the engine's busy threads.
 """
@@ -65,6 +66,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether nothing can be served without it."""
     log: Path | None = None
     """What it says, if not on stderr."""
+    descriptors: tuple[int, ...] = ()
+    """Open files of ours that it gets under the same numbers, in each of its lives."""
 
 
 class Child:
@@ -118,6 +121,7 @@ class Child:
                 *leashed(self.spec.command),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=STDERR,  # logs; stdout belongs to what the person asked for
+                pass_fds=self.spec.descriptors,
                 env=self._environ,
                 start_new_session=True,
             )
@@ -179,24 +183,27 @@ class Supervisor:
     def __init__(
         self,
         *,
-        gateway: ChildSpec,
+        gateways: Sequence[ChildSpec],
         engines: Sequence[ChildSpec],
         companions: Sequence[ChildSpec] = (),
         environ: dict[str, str],
         say: Say,
         backoff: Backoff = Backoff(),  # noqa: B008 - frozen
+        on_drained: Callable[[], object] = lambda: None,
     ) -> None:
-        self.gateway = Child(gateway, backoff, environ, say)
+        """`on_drained`: called when the last gateway is gone, and nobody answers any more."""
+        self.gateways = [Child(gateway, backoff, environ, say) for gateway in gateways]
         self.engines = [Child(engine, backoff, environ, say) for engine in engines]
         self.companions = [Child(companion, backoff, environ, say) for companion in companions]
         self._say = say
-        self._ready = False
+        self._on_drained = on_drained
+        self._ready = asyncio.Event()
         self._killed = False
         self._verdict: asyncio.Future[int] | None = None
 
     @property
     def _children(self) -> list[Child]:
-        return [*self.companions, *self.engines, self.gateway]
+        return [*self.companions, *self.engines, *self.gateways]
 
     async def run(
         self, until_listening: Callable[[], Awaitable[None]], until_ready: Callable[[], Awaitable[None]]
@@ -206,7 +213,7 @@ class Supervisor:
 
         Args:
             until_listening: returns when an engine listens.
-            until_ready: returns when the gateway says that it is ready, and has then told the person.
+            until_ready: returns when a gateway says that it is ready, and has then told the person.
         """
         loop = asyncio.get_running_loop()
         self._verdict = loop.create_future()
@@ -214,19 +221,22 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_signal)
         listening = asyncio.Event()
         readiness = asyncio.create_task(self._await_ready(until_listening, listening, until_ready))
-        later = dict.fromkeys([*self.engines[1:], self.gateway], listening)
+        after = dict.fromkeys([*self.engines[1:], *self.gateways[:1]], listening)
+        after |= dict.fromkeys(self.gateways[1:], self._ready)
         keeping = {
-            child: asyncio.create_task(child.keep(self._on_death, after=later.get(child))) for child in self._children
+            child: asyncio.create_task(child.keep(self._on_death, after=after.get(child))) for child in self._children
         }
         try:
             await _until_any(self._verdict, readiness, *keeping.values())
             await _until_any(self._verdict, *keeping.values())
         finally:
             readiness.cancel()
-            for children in ([self.gateway], self.engines, self.companions):
+            for children in (self.gateways, self.engines, self.companions):
                 for child in children:
                     child.stop()
                 await asyncio.gather(*(keeping[child] for child in children), return_exceptions=True)
+                if children is self.gateways:
+                    self._on_drained()
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
         return KILLED if self._killed else self._verdict.result()
@@ -240,7 +250,7 @@ class Supervisor:
         await until_listening()
         listening.set()
         await until_ready()
-        self._ready = True
+        self._ready.set()
 
     def _on_signal(self) -> None:
         assert self._verdict is not None
@@ -250,7 +260,8 @@ class Supervisor:
                 child.kill()
             self._killed = True
             return
-        self._say(f"stopping: at most {self.gateway.spec.grace_s:g} s for running requests; once more to kill")
+        grace_s = max((gateway.spec.grace_s for gateway in self.gateways), default=0.0)
+        self._say(f"stopping: at most {grace_s:g} s for running requests; once more to kill")
         self._verdict.set_result(0)
 
     def _on_death(self, child: Child, code: int) -> None:
@@ -259,7 +270,7 @@ class Supervisor:
             return
         if code == USER_MISTAKE and child.lives == 1:
             self._verdict.set_result(USER_MISTAKE)
-        elif not self._ready and child.deaths >= TRIES_MAX:
+        elif not self._ready.is_set() and child.deaths >= TRIES_MAX:
             self._say(f"{child.spec.name} {describe_exit(code)}, {child.deaths} times before it was ready: giving up")
             self._verdict.set_result(1)
         if self._verdict.done():

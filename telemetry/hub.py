@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -25,7 +25,7 @@ from telemetry.export import target
 from telemetry.live import LiveRequest, TraceContext, accept_trace
 from telemetry.logs import dropped_lines, log_request
 from telemetry.metrics import Metrics
-from telemetry.numbers import Numbers
+from telemetry.numbers import Numbers, exposition
 from telemetry.recent import BLOCK_SLOTS, Recent
 from telemetry.records import RequestRecord, StepRecord
 from telemetry.runtime import RuntimeSampler
@@ -128,18 +128,15 @@ class Hub:
 
     # What people and scrapers ask.
 
-    def metrics_text(
-        self, accept: str = "", others: Sequence[Numbers] = (), *, workers: int = 1, workers_silent: int = 0
-    ) -> tuple[bytes, str]:
+    def metrics_text(self, accept: str = "") -> tuple[bytes, str]:
         """Everything in the metric catalogue, in the format that the Accept header asks for, and its content type."""
+        return exposition(self.numbers(), accept)
+
+    def numbers(self, *, workers: int = 1, workers_silent: int = 0) -> Numbers:
+        """The same, to be joined with those of other workers before they are shown."""
         self._pump_all()
         view = replace(self._view(clock.now_ns()), workers=workers, workers_silent=workers_silent)
-        return self._metrics.text(view, accept, others)
-
-    def numbers(self) -> Numbers:
-        """The same for another worker, that joins them with its own."""
-        self._pump_all()
-        return self._metrics.numbers(self._view(clock.now_ns()))
+        return self._metrics.numbers(view)
 
     def resume(self, numbers: Numbers) -> None:
         """Count on from where a former life of this worker was.  Before `start`."""

@@ -5,11 +5,11 @@ Amounts are kept as integers and divided at the scrape.  There is no global regi
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import product
 
 from telemetry.catalogue import CATALOGUE
-from telemetry.numbers import Amount, Histogram, Labels, Numbers, exposition, join
+from telemetry.numbers import Amount, Histogram, Labels, Numbers, exposition
 from telemetry.records import RequestRecord, StepRecord
 from telemetry.vocabulary import LABELS, OTHER, Metric, Points, View
 
@@ -55,10 +55,9 @@ class Metrics:
         }
         return Numbers(sums, self._histograms)
 
-    def text(self, view: View, accept: str = "", others: Sequence[Numbers] = ()) -> tuple[bytes, str]:
-        """Our numbers and those of `others`, in the format that the Accept header asks for, and its content type."""
-        numbers = self.numbers(view)
-        return exposition(join([numbers, *others]) if others else numbers, accept)
+    def text(self, view: View, accept: str = "") -> tuple[bytes, str]:
+        """The same in the format that the Accept header asks for, and its content type."""
+        return exposition(self.numbers(view), accept)
 
     def resume(self, numbers: Numbers) -> None:
         """Count on from where another life of this process was; nothing has been counted yet."""

@@ -146,6 +146,7 @@ class FakeEngine:
         self.mute = False
         """Whether it leaves pings unanswered, as one that is wedged."""
         self.greets = greets
+        self.connections = 0
         self._hello = Hello(
             epoch="fake",
             replica=0,
@@ -217,6 +218,7 @@ class FakeEngine:
         assert serving is not None
         self._tasks.add(serving)
         frames = FrameReader()
+        self.connections += 1
         try:
             if self.greets:
                 writer.write(encode(self._hello))
@@ -227,6 +229,7 @@ class FakeEngine:
             pass  # A test has ended.
         finally:
             self._tasks.discard(serving)
+            self.connections -= 1
             writer.transport.abort()
 
     def _take(self, body: bytes, writer: asyncio.StreamWriter) -> None:

@@ -1,7 +1,7 @@
 """
-Run a Supervisor over fake children: `supervised.py GATEWAY_MODE ENGINE_MODES READY BACKOFF_JSON GRACE_S`.
+Run a Supervisor over fake children: `supervised.py GATEWAY_MODES ENGINE_MODES READY BACKOFF_JSON GRACE_S`.
 
-Modes are separated by commas; the first engine is `engine`, the next one `engine-1`.
+Modes are separated by commas; the first engine is `engine`, the next one `engine-1`, and so are gateways.
 A companion, that may die as it likes, is there if the variable COMPANION has a mode for it.
 READY is `yes` (at once), `never` (the gateway never is), or `loading` (the first engine never listens).
 Its exit code is the supervisor's.
@@ -45,11 +45,12 @@ async def run(gateway: str, engine: str, ready: str, backoff: str, grace: str) -
     mode = os.environ.get("COMPANION")
     companions = [msgspec.structs.replace(spec("valkey", mode, float(grace)), vital=False)] if mode else []
     supervisor = Supervisor(
-        gateway=spec("gateway", gateway, float(grace)),
+        gateways=several("gateway", gateway, float(grace)),
         engines=several("engine", engine, float(grace)),
         companions=companions,
         environ=dict(os.environ),
         say=say,
+        on_drained=lambda: say("drained"),
         backoff=msgspec.json.decode(backoff, type=Backoff),
     )
     return await supervisor.run(until_listening, until_ready)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from launch.address import check_host
+from launch.fleet import engine_socket
 from launch.options import OTHER_VARIABLES
-from launch.serve import SOCKET_PATH_BYTES_MAX, banner, check_host, run_dir, socket_path
+from launch.serve import SOCKET_PATH_BYTES_MAX, banner, run_dir
 from tests.tidy.imports import ROOT
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -234,10 +236,10 @@ def test_the_run_directory_of_a_killed_supervisor_is_removed(tmp_path: Path) -> 
 
 def test_a_socket_path_that_is_too_long_moves(tmp_path: Path) -> None:
     with run_dir(tmp_path / ("x" * 120)) as folder:
-        assert len(os.fsencode(socket_path(folder))) <= SOCKET_PATH_BYTES_MAX
+        assert len(os.fsencode(engine_socket(folder))) <= SOCKET_PATH_BYTES_MAX
         assert folder.stat().st_mode & 0o777 == 0o700
         with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(socket_path(folder)))
+            server.bind(str(engine_socket(folder)))
     assert not folder.exists()
 
 

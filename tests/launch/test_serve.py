@@ -12,7 +12,7 @@ import pytest
 
 from engine.config import EngineOptions
 from gateway.config import GatewayOptions
-from launch import probe, serve, valkey
+from launch import address, fleet, probe, serve, valkey
 from launch.errors import UserError
 from launch.options import OPTIONS, ServeOptions, read_options
 from launch.sizes import KvMemory
@@ -31,9 +31,12 @@ def model(tmp_path: Path) -> Model:
 
 def told(options: ServeOptions, model: Model) -> tuple[EngineOptions, GatewayOptions]:
     alone = serve.engine_options(options, model, Path("/data/packed"), 64 * MIB)
-    engine = serve.all_engines(alone, options, Path("/run"))[-1]
+    engine = fleet.all_engines(alone, options, Path("/run"))[-1]
     pepper = valkey.pepper_file(options, Path("/data"))
-    return engine, serve.gateway_options(options, model, 8001, (engine.listen,), pepper)
+    with address.bound("127.0.0.1", 0) as listener:
+        gateway = serve.gateway_options(options, model, listener, (engine.listen,), pepper)
+    gateway = msgspec.structs.replace(gateway, port=8001, listener=7)  # whatever they were
+    return engine, fleet.all_workers(gateway, options, Path("/run"))[-1]
 
 
 LAUNCHER_ONLY = {
@@ -53,6 +56,7 @@ GIVEN = {
     "quantization": "int8",
     "kv_dtype": "fp8",
     "replicas": "2",
+    "workers": "2",
     "threads": "3",
     "max_context": "77",
     "max_queue": "5",
@@ -144,19 +148,27 @@ def test_memory_that_cannot_be_had(
 def test_replicas_share_memory_and_have_their_own_names_and_sockets(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "usable_cpus", lambda: tuple(range(7)))
+    monkeypatch.setattr(fleet, "usable_cpus", lambda: tuple(range(7)))
     options = read_options({"replicas": "3", "kv_memory": "64MiB"}, {})
-    engines = serve.all_engines(serve.engine_options(options, model, Path("/p"), 64 * MIB), options, Path("/run"))
+    engines = fleet.all_engines(serve.engine_options(options, model, Path("/p"), 64 * MIB), options, Path("/run"))
     assert [engine.replica for engine in engines] == [0, 1, 2]
     assert [engine.listen for engine in engines] == [f"unix:/run/engine-{replica}.sock" for replica in range(3)]
     assert {engine.kv_memory_bytes for engine in engines} == {64 * MIB // 3}
     assert [(engine.threads, engine.cpus) for engine in engines] == [(2, (0, 1)), (2, (2, 3)), (2, (4, 5))]
-    assert [serve.numbered("engine", engine.replica, engines) for engine in engines] == [
-        "engine-0",
-        "engine-1",
-        "engine-2",
-    ]
-    assert serve.numbered("engine", 0, engines[:1]) == "engine"
+    assert [child.name for child in fleet.engine_children(engines)] == ["engine-0", "engine-1", "engine-2"]
+    assert [child.name for child in fleet.engine_children(engines[:1])] == ["engine"]
+
+
+def test_workers_share_a_socket_and_know_each_other(model: Model) -> None:
+    _, one = told(read_options({}, {}), model)
+    assert (one.workers, one.worker, one.requests_here_max) == (1, 0, one.requests_max)
+    workers = fleet.all_workers(one, read_options({"workers": "3"}, {}), Path("/run"))
+    assert [worker.worker for worker in workers] == [0, 1, 2]
+    assert {worker.worker_sockets for worker in workers} == {tuple(f"/run/gateway-{n}.sock" for n in range(3))}
+    children = fleet.worker_children(workers)
+    assert [child.name for child in children] == ["gateway-0", "gateway-1", "gateway-2"]
+    assert {child.descriptors for child in children} == {(one.listener,)}
+    assert one.requests_max <= 3 * workers[0].requests_here_max < one.requests_max + 3
 
 
 def test_memory_is_counted_for_all_replicas(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +197,7 @@ def test_the_default_pool_is_what_the_engine_has_by_itself() -> None:
     [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("127.0.0.1", "127.0.0.1"), ("10.1.2.3", "10.1.2.3")],
 )
 def test_where_this_machine_reaches_it(host: str, reachable: str) -> None:
-    assert serve.reachable(host) == reachable
+    assert address.reachable(host) == reachable
 
 
 @asynccontextmanager

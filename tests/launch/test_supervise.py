@@ -89,7 +89,7 @@ async def test_a_signal_drains_the_gateway_first_and_ends_with_zero(number: sign
         await run.seen("gateway up", "engine up", "supervisor: ready")
         run.process.send_signal(number)
         lines = await run.rest()
-        assert lines[-4:] == ["gateway stops", "gateway gone", "engine stops", "engine gone"]
+        assert lines[-5:] == ["gateway stops", "gateway gone", "supervisor: drained", "engine stops", "engine gone"]
         assert await run.process.wait() == 0
 
 
@@ -98,7 +98,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace_time() -> 
         await run.seen("gateway up", "engine up")
         run.process.terminate()
         lines = await run.rest()
-        assert lines[-3:] == ["gateway ignores SIGTERM", "engine stops", "engine gone"]
+        assert lines[-4:] == ["gateway ignores SIGTERM", "supervisor: drained", "engine stops", "engine gone"]
         assert await run.process.wait() == 0
 
 
@@ -181,7 +181,8 @@ async def test_a_users_mistake_is_forwarded_and_not_tried_again(modes: tuple[str
         assert [line for line in lines if "the model is broken" in line] == [
             f"{'gateway' if modes[0] == 'mistake' else 'engine'}: the model is broken"
         ]
-        assert [line for line in lines if line.startswith("supervisor:")] in ([], ["supervisor: listening"])
+        said = {line for line in lines if line.startswith("supervisor:")}
+        assert said <= {"supervisor: listening", "supervisor: drained"}
         assert await run.process.wait() == 2
 
 
@@ -210,6 +211,26 @@ async def test_other_engines_load_once_the_first_one_listens() -> None:
         run.process.terminate()
         lines = await run.rest()
         assert lines.index("gateway gone") < min(lines.index(f"engine{one} stops") for one in ("", "-1", "-2"))
+        assert await run.process.wait() == 0
+
+
+async def test_other_workers_start_once_the_first_one_is_ready_and_drain_with_it() -> None:
+    async with supervised("serves,serves,serves", "serves") as run:
+        await run.seen("gateway up", "gateway-1 up", "gateway-2 up")
+        assert run.lines.index("supervisor: ready") < run.lines.index("gateway-1 up")
+        run.process.terminate()
+        lines = await run.rest()
+        ends = [lines.index(f"gateway{one} gone") for one in ("", "-1", "-2")]
+        assert max(ends) < lines.index("supervisor: drained") < lines.index("engine stops")
+        assert await run.process.wait() == 0
+
+
+async def test_workers_wait_in_vain_for_one_that_is_never_ready() -> None:
+    async with supervised("serves,serves", "serves", ready="never") as run:
+        await run.seen("gateway up", "engine up")
+        run.process.terminate()
+        lines = await run.rest()
+        assert "gateway-1 up" not in lines
         assert await run.process.wait() == 0
 
 

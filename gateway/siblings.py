@@ -1,0 +1,193 @@
+"""
+The gateway's workers: processes that share one port, so that who asks one of them hears of all.
+
+    a question --> own answer, and over a Unix socket those of the others, each within ANSWER_S and ANSWER_BYTES_MAX
+                   whoever says nothing is left out, and named
+
+What was counted outlives its worker: numbers are written to a file before anybody is shown them, and the next life of
+the worker counts on from there.  So no counter falls when a worker dies, which a scraper would take for a new beginning
+of all of them, and the numbers of one that does not answer are those that it has written last.
+"""
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any, TypeVar  # Any: msgspec resolves no JSON type that names itself
+
+import msgspec
+import structlog
+
+from gateway.config import GatewayOptions
+from telemetry.hub import Hub, Json, JsonObject
+from telemetry.numbers import Numbers, exposition, join
+
+ANSWER_S = 1.0
+ANSWER_BYTES_MAX = 16 * 1024 * 1024
+QUESTION_BYTES_MAX = 4096
+QUESTION_S = 5.0
+REQUESTS_MAX = 100
+"""Shown of the newest."""
+ID_CHARS_MAX = 100
+"""No request has a longer name."""
+
+_log = structlog.get_logger("pellucid.gateway")
+_Answer = TypeVar("_Answer")
+
+
+class _Count(msgspec.Struct, frozen=True, tag="count"):
+    """What have you counted?  -> Numbers"""
+
+
+class _Newest(msgspec.Struct, frozen=True, tag="newest"):
+    """Which requests have you had lately?  -> list[JsonObject]"""
+
+
+class _Find(msgspec.Struct, frozen=True, tag="find"):
+    """Do you know this one?  -> list[JsonObject], of one or none"""
+
+    request_id: str
+
+
+_Question = _Count | _Newest | _Find
+_questions = msgspec.msgpack.Decoder(_Question)
+
+
+class Siblings:
+    """This worker's way to the others, and theirs to it."""
+
+    def __init__(self, options: GatewayOptions, hub: Hub) -> None:
+        self._worker = options.worker
+        self._sockets = [Path(socket) for socket in options.worker_sockets]
+        self._hub = hub
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Count on from a former life, and answer.  Before the hub starts."""
+        if not self._sockets:
+            return
+        former = self._read(self._worker)
+        if former is not None:
+            self._hub.resume(former)
+        own = self._sockets[self._worker]
+        own.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._serve, own)
+
+    async def stop(self) -> None:
+        """Answer no more."""
+        if self._server is not None:
+            self._server.close()
+
+    # ---- what people ask
+
+    async def metrics(self, accept: str) -> tuple[bytes, str]:
+        """`/metrics`, and its content type."""
+        answers, silent = await self._ask(_Count(), Numbers)
+        written = [numbers for number in silent if (numbers := self._read(number)) is not None]
+        own = self._hub.numbers(workers=max(1, len(self._sockets)), workers_silent=len(silent))
+        self._write(own)
+        return exposition(join([own, *answers, *written]), accept)
+
+    async def requests(self) -> tuple[list[JsonObject], JsonObject]:
+        """The newest requests of all, newest first, and who has said nothing."""
+        return await self._collect(_Newest())
+
+    async def find(self, request_id: str) -> tuple[list[JsonObject], JsonObject]:
+        """The requests of that name, newest first: each worker may know one.  And who has said nothing."""
+        if len(request_id) > ID_CHARS_MAX:
+            return [], {}
+        return await self._collect(_Find(request_id))
+
+    async def _collect(self, question: _Newest | _Find) -> tuple[list[JsonObject], JsonObject]:
+        answers, silent = await self._ask(question, list[dict[str, Any]])
+        found = [*self._known(question), *(one for answer in answers for one in answer)]
+        found.sort(key=_began_ns, reverse=True)
+        names: list[Json] = list(silent)
+        return found[:REQUESTS_MAX], {"workers_silent": names} if names else {}
+
+    # ---- answering
+
+    def _known(self, question: _Newest | _Find) -> list[JsonObject]:
+        if isinstance(question, _Find):
+            found = self._hub.debug_request(question.request_id)
+            return [] if found is None else [found]
+        newest = self._hub.debug_requests(REQUESTS_MAX)["requests"]
+        assert isinstance(newest, list)
+        return [one for one in newest if isinstance(one, dict)]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One question.  A sibling that breaks off or talks nonsense gets none of our time."""
+        with contextlib.suppress(OSError, EOFError, TimeoutError, msgspec.MsgspecError, ValueError):
+            async with asyncio.timeout(QUESTION_S):
+                question = _questions.decode(await _receive(reader, QUESTION_BYTES_MAX))
+                writer.write(_framed(self._answer(question)))
+                await writer.drain()
+        writer.close()
+
+    def _answer(self, question: _Question) -> bytes:
+        if isinstance(question, _Count):
+            return self._write(self._hub.numbers())
+        return msgspec.msgpack.encode(self._known(question))
+
+    # ---- asking
+
+    async def _ask(self, question: _Question, kind: type[_Answer]) -> tuple[list[_Answer], list[int]]:
+        """The others' answers, and the numbers of those that gave none."""
+        others = [number for number in range(len(self._sockets)) if number != self._worker]
+        answers = await asyncio.gather(*(self._ask_one(number, question, kind) for number in others))
+        silent = [number for number, answer in zip(others, answers, strict=True) if answer is None]
+        return [answer for answer in answers if answer is not None], silent
+
+    async def _ask_one(self, number: int, question: _Question, kind: type[_Answer]) -> _Answer | None:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                reader, writer = await asyncio.open_unix_connection(self._sockets[number])
+                try:
+                    writer.write(_framed(msgspec.msgpack.encode(question)))
+                    return msgspec.msgpack.decode(await _receive(reader, ANSWER_BYTES_MAX), type=kind)
+                finally:
+                    writer.close()
+        except (OSError, EOFError, TimeoutError, msgspec.MsgspecError, ValueError) as error:
+            _log.debug("a worker does not answer", silent=number, error=str(error) or type(error).__name__)
+            return None
+
+    # ---- the file
+
+    def _file(self, number: int) -> Path:
+        return self._sockets[number].with_suffix(".numbers")
+
+    def _read(self, number: int) -> Numbers | None:
+        """What that worker has written last, as far as it still means something."""
+        try:
+            return msgspec.msgpack.decode(self._file(number).read_bytes(), type=Numbers).counted()
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def _write(self, numbers: Numbers) -> bytes:
+        """Keep them for the next life, whole or not at all; as they go over the wire."""
+        data = msgspec.msgpack.encode(numbers)
+        if self._sockets:
+            file = self._file(self._worker)
+            new = file.with_suffix(".new")
+            try:
+                new.write_bytes(data)
+                new.replace(file)
+            except OSError as error:  # a full disk, say: they are shown all the same
+                _log.warning("what was counted cannot be kept", error=error.strerror)
+        return data
+
+
+def _began_ns(request: JsonObject) -> int:
+    began_ns = request.get("accepted_ns")
+    return began_ns if isinstance(began_ns, int) else 0
+
+
+def _framed(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "little") + data
+
+
+async def _receive(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
+    """One message.  Raises ValueError for one that is too long, EOFError for one that ends early."""
+    length = int.from_bytes(await reader.readexactly(4), "little")
+    if length > bytes_max:
+        raise ValueError(f"{length} bytes are more than {bytes_max}")
+    return await reader.readexactly(length)

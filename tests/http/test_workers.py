@@ -1,0 +1,266 @@
+"""
+Several workers on one port, as real processes: what people read is of all, and one that dies takes only its own.
+"""
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+import msgspec
+import pytest
+
+from gateway.__main__ import main
+from tests.contract.telemetry.test_metrics import Series, read, total
+from tests.http.asking import chat, raw_request, read_until
+from tests.http.conftest import options_for
+from tests.http.fake_engine import FakeEngine, Job
+from tests.http.guard import until
+from tests.http.harness import WAIT_S, ShellEngine
+from tests.http.model_files import EOS_ID
+
+ROOT = Path(__file__).resolve().parents[2]
+URL = "/v1/chat/completions"
+TRIES_MAX = 80
+
+
+class Workers:
+    """Processes that share a socket, which this one holds, as the supervisor does."""
+
+    def __init__(self, model_dir: Path, engine: str, home: Path, count: int, **changes: object) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.sockets = tuple(str(home / f"gateway-{number}.sock") for number in range(count))
+        options = options_for(model_dir, engine)
+        self._options = msgspec.structs.replace(
+            options, worker_sockets=self.sockets, listener=self.listener.fileno(), log_format="json", **changes
+        )
+        self.logs = [home / f"{number}.log" for number in range(count)]
+        self.processes = [self._start(number) for number in range(count)]
+        for number in range(count):
+            self.wait_until_connected(number)
+
+    def _start(self, number: int) -> "subprocess.Popen[bytes]":
+        options = msgspec.json.encode(msgspec.structs.replace(self._options, worker=number)).decode()
+        command = [sys.executable, "-m", "gateway", "--options", options]
+        with self.logs[number].open("ab") as log:
+            return subprocess.Popen(command, cwd=ROOT, stderr=log, pass_fds=(self.listener.fileno(),))
+
+    def wait_until_connected(self, number: int, times: int = 1) -> None:
+        """Until it says for the n-th time that its engine is there."""
+        until(lambda: self.logs[number].read_text().count("engine connected") >= times, f"worker {number} is not there")
+
+    def restart(self, number: int) -> None:
+        """As the supervisor does."""
+        self.processes[number].wait(WAIT_S)
+        times = self.logs[number].read_text().count("engine connected")
+        self.processes[number] = self._start(number)
+        self.wait_until_connected(number, times + 1)
+
+    def stop(self) -> None:
+        """All of them, by force."""
+        for process in self.processes:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait(WAIT_S)
+        self.listener.close()
+
+    # ---- asking one of them, whichever takes the connection
+
+    def connect(self) -> socket.socket:
+        """A new connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+
+    def get(self, path: str) -> httpx.Response:
+        """Over a connection of its own."""
+        return httpx.get(self.url + path, timeout=WAIT_S)
+
+    def post(self, request_id: str) -> httpx.Response:
+        """The same."""
+        return httpx.post(self.url + URL, json=chat(), headers={"x-request-id": request_id}, timeout=WAIT_S)
+
+    def metrics(self) -> Series:
+        """What the worker says that happens to be asked."""
+        return read(self.get("/metrics").content)
+
+    def worker_of(self, request_id: str) -> int | None:
+        """Whose log has it."""
+        return next((number for number, log in enumerate(self.logs) if f'"{request_id}"' in log.read_text()), None)
+
+
+@pytest.fixture
+def engine(socket_path: str, vocab_size: int) -> Iterator[FakeEngine]:
+    engine = FakeEngine(socket_path, vocab_size=vocab_size, eos_id=EOS_ID)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def both(model_dir: Path, vocab_size: int) -> Iterator[Workers]:
+    """Two workers before the real engine shell, which tells everybody of each step."""
+    with TemporaryDirectory(prefix="pellucid") as home:
+        shell = ShellEngine(f"{home}/engine.sock", vocab_size=vocab_size)
+        shell.start()
+        workers = Workers(model_dir, f"{home}/engine.sock", Path(home), 2)
+        yield workers
+        workers.stop()
+        shell.stop()
+
+
+def test_whoever_is_asked_tells_of_all(both: Workers) -> None:
+    before = both.metrics()
+    ids: list[str] = []
+    while len({both.worker_of(one) for one in ids}) < 2:  # the kernel gives each connection to whoever is quicker
+        assert len(ids) < TRIES_MAX, "one worker has taken every connection"
+        ids.append(f"request-{len(ids)}")
+        assert both.post(ids[-1]).status_code == 200
+        until(lambda: both.worker_of(ids[-1]) is not None, "it is not logged")
+    for _ in range(6):  # each time of whoever takes the connection
+        listed = both.get("/debug/requests").json()
+        assert [one["request_id"] for one in listed["requests"]][: len(ids)] == ids[::-1]
+        assert "workers_silent" not in listed
+        series = both.metrics()
+        for name in ("pellucid_requests_total", "pellucid_request_duration_seconds_count"):
+            assert total(series, name, route=URL) == total(before, name, route=URL) + len(ids)
+        emitted = total(series, "pellucid_engine_emitted_tokens_total")
+        assert emitted == total(series, "pellucid_output_tokens_total") > 0, "each worker hears of each step"
+        assert total(series, "pellucid_engine_sequences_per_step_count") == total(series, "pellucid_engine_steps_total")
+        assert total(series, "pellucid_gateway_workers") == 2
+        assert total(series, "pellucid_gateway_workers_silent") == 0
+        assert total(series, "pellucid_engine_up") == 1
+    for one in ids[::3]:
+        assert both.get(f"/debug/requests/{one}").json()["request_id"] == one
+    assert both.get("/debug/requests/nobody").status_code == 404
+    assert both.get(f"/debug/requests/{'x' * 5000}").status_code == 404
+
+
+def test_a_name_that_two_workers_know_is_that_of_the_newest(both: Workers) -> None:
+    for _ in range(6):
+        assert both.post("the-same").headers["x-request-id"] == "the-same"
+        newest = both.get("/debug/requests").json()["requests"][0]
+        assert both.get("/debug/requests/the-same").json() == newest
+
+
+def test_a_worker_that_dies_takes_its_clients_and_nobody_else(model_dir: Path, engine: FakeEngine) -> None:
+    asked_by: dict[int, list[str]] = {}  # by the gateway's connection to the engine
+
+    async def talk(job: Job) -> None:
+        asked_by.setdefault(id(job.writer), []).append(job.request.request_id.partition("#")[0])
+        await job.accept()
+        await job.emit([40, 41])
+        await job.until_aborted()
+
+    with TemporaryDirectory(prefix="pellucid") as home:
+        workers = Workers(model_dir, engine.path, Path(home), 2)
+        try:
+            assert all(workers.post(f"before-{number}").status_code == 200 for number in range(8))
+            assert _finished(workers) == 8
+            engine.behaviour = talk
+            open_ones: dict[str, socket.socket] = {}
+            while len(asked_by) < 2:
+                assert len(open_ones) < TRIES_MAX, "one worker has taken every connection"
+                one = f"open-{len(open_ones)}"
+                raw = open_ones[one] = workers.connect()
+                raw.sendall(raw_request(chat(stream=True, max_tokens=400), one))
+                read_until(raw, b"FG")
+            rows = workers.get("/debug/requests").json()["requests"]
+            assert {row["request_id"] for row in rows if row["outcome"] is None} == open_ones.keys(), "of both"
+            workers.processes[0].kill()
+            workers.processes[0].wait(WAIT_S)
+            until(lambda: engine.connections == 1, "the engine holds on to a dead gateway")
+            cut = {one for one, raw in open_ones.items() if _is_cut(raw)}
+            assert cut in [set(ids) for ids in asked_by.values()]
+            _the_other_one_serves_on(workers, live=len(open_ones) - len(cut))
+            workers.restart(0)
+            until(lambda: _silent(workers) == 0, "it does not come back")
+            assert _finished(workers) == 8
+            for raw in open_ones.values():
+                raw.close()
+            for one in open_ones.keys() - cut:
+                engine.wait_for_abort(one)
+            until(lambda: total(workers.metrics(), "pellucid_requests_live", route=URL) == 0, "something is left")
+        finally:
+            workers.stop()
+
+
+def _the_other_one_serves_on(workers: Workers, *, live: int) -> None:
+    """And what was counted is still there."""
+    assert workers.get("/ready").status_code == 200
+    assert (_silent(workers), _finished(workers)) == (1, 8)
+    assert total(workers.metrics(), "pellucid_requests_live", route=URL) == live
+    assert workers.get("/debug/requests").json()["workers_silent"] == [0]
+
+
+def _finished(workers: Workers) -> float:
+    return total(workers.metrics(), "pellucid_requests_total", outcome="length")
+
+
+def _silent(workers: Workers) -> float:
+    return total(workers.metrics(), "pellucid_gateway_workers_silent")
+
+
+def _is_cut(raw: socket.socket) -> bool:
+    """Whether the server's end is closed; what is open says nothing."""
+    raw.settimeout(0.05)
+    try:
+        while data := raw.recv(65536):
+            assert b"[DONE]" not in data
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+def test_connections_that_wait_survive_the_workers(both: Workers) -> None:
+    """They are the kernel's: no worker takes them with it, and the next one takes them."""
+    for process in both.processes:
+        process.kill()
+        process.wait(WAIT_S)
+    with both.connect() as raw:
+        raw.sendall(raw_request(chat(), "waited"))
+        for number in range(2):
+            both.restart(number)
+        assert read_until(raw, b'"usage"').startswith(b"HTTP/1.1 200")
+
+
+def test_a_worker_that_is_stuck_is_left_out_and_named(both: Workers) -> None:
+    for number in range(8):
+        assert both.post(f"stuck-{number}").status_code == 200
+    counted = both.metrics()
+    both.processes[1].send_signal(signal.SIGSTOP)
+    try:
+        listed = both.get("/debug/requests").json()
+        assert listed["workers_silent"] == [1]
+        series = both.metrics()
+        missing = both.get("/debug/requests/nobody").json()["error"]["message"]
+    finally:
+        both.processes[1].send_signal(signal.SIGCONT)
+    assert total(series, "pellucid_gateway_workers_silent") == 1
+    for name, labels in (("pellucid_requests_total", {"route": URL}), ("pellucid_engine_steps_total", {})):
+        assert total(series, name, **labels) == total(counted, name, **labels)
+    memory = "pellucid_process_resident_memory_bytes"
+    assert total(series, memory) < total(counted, memory), "what it sees now is not known"
+    assert missing == "No such request is remembered. Workers that do not answer: [1]."
+    until(lambda: "workers_silent" not in both.get("/debug/requests").json(), "it is not heard of again")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"worker": 1}, "there is no worker 1 of 1"),
+        ({"listener": 999}, "no socket for 127.0.0.1:8000 was inherited"),
+    ],
+)
+def test_a_worker_that_is_told_nonsense(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], changes: dict[str, object], words: str
+) -> None:
+    options = msgspec.structs.replace(options_for(model_dir, "/nowhere"), **changes)
+    assert main(["--options", msgspec.json.encode(options).decode()]) == 2
+    assert words in capfd.readouterr().err
