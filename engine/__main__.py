@@ -18,6 +18,7 @@ from engine.config import EngineOptions, SchedulerConfig
 from engine.device import Device, DeviceFacts
 from engine.device.drafting import DraftModel
 from engine.device.errors import ModelError
+from engine.handshake import HandshakeError, secret_in
 from engine.loop import Loop
 from engine.scheduler import Scheduler
 from engine.server import ListenError, Server
@@ -51,10 +52,10 @@ def main(arguments: list[str]) -> int:
         from engine.device.pair import load_pair  # noqa: PLC0415 torch takes seconds to load
 
         device, drafter = load_pair(options)
-        server = Server(options.listen, hello(options, device))
+        server = Server(options.listen, hello(options, device), secret_in(os.environ))
     except msgspec.MsgspecError as error:
         return _refuse(f"--options: {error}")
-    except (ModelError, ListenError) as error:
+    except (ModelError, ListenError, HandshakeError) as error:
         return _refuse(str(error))
     serve(options, device, server, drafter)
     return 0

@@ -3,6 +3,9 @@ The engine's socket: messages in, frames out, without a thread.
 
 One thread does everything: between two steps the loop asks for what has arrived.  A gateway that reads slowly costs
 bounded memory: what it has not taken is merged, one delta per request.
+
+A connection to the Unix socket, which only this user can reach, is a gateway.  One over TCP is a stranger until it has
+proven that it knows the secret (engine.handshake).
 """
 
 import selectors
@@ -31,7 +34,9 @@ from engine.api import (
     decode_message,
     encode,
 )
+from engine.handshake import SECRET_VARIABLE
 from engine.outcome import merged
+from engine.strangers import Strangers
 from telemetry.records import RequestRecord, StepRecord
 
 RECEIVE_BYTES = 1 << 18
@@ -127,7 +132,11 @@ def weight_of(delta: Delta) -> int:
 class Server:
     """Listens, knows who asked for what, and tells each gateway about its own requests and about every step."""
 
-    def __init__(self, listen: str, hello: Hello) -> None:
+    def __init__(self, listen: str, hello: Hello, secret: bytes = b"") -> None:
+        """`secret`: what gateways must know that come over TCP.  Raises ListenError."""
+        self._guarded = listen.startswith("tcp:")
+        if self._guarded and not secret:
+            raise ListenError(f"whoever reaches {listen} could use this engine: it needs a secret in {SECRET_VARIABLE}")
         self._hello = encode(hello)  # Now, so that a hello that cannot be said stops the start.
         self._selector = selectors.DefaultSelector()
         self._listener = listen_on(listen)
@@ -136,19 +145,23 @@ class Server:
         self._wake.setblocking(False)
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        self._strangers = Strangers(secret, self._selector)
         self._connections: dict[int, Connection] = {}
         self._owner: dict[str, Connection] = {}
 
     def poll(self, timeout_s: float | None) -> list[Message]:
         """What has arrived.  Waits up to `timeout_s` (None: for ever) for the first message or wake-up."""
         messages: list[Message] = []
-        for key, events in self._selector.select(timeout_s):
+        for key, events in self._selector.select(self._strangers.patience_s(timeout_s)):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._woken:
                 self._drain_wake()
-            else:
+            elif key.fd in self._connections:
                 messages += self._serve(self._connections[key.fd], events)
+            elif key.fd in self._strangers:  # else it has just had to make room for another one
+                self._hear(key.fd)
+        self._strangers.expire()
         return messages
 
     def publish(self, frame: StepFrame) -> list[Message]:
@@ -187,6 +200,7 @@ class Server:
             self._flush(connection)
             connection.peer.close()
         self._connections = {}
+        self._strangers.close()
         self._selector.close()
         self._listener.close()
         self._wake.close()
@@ -202,10 +216,23 @@ class Server:
             peer.close()
             return
         peer.setblocking(False)
-        connection = Connection(peer)
-        self._connections[peer.fileno()] = connection
+        if self._guarded:
+            self._strangers.add(peer)
+        else:
+            self._welcome(peer, b"")
+
+    def _hear(self, descriptor: int) -> None:
+        proven = self._strangers.hear(descriptor)
+        if proven is not None and len(self._connections) < CONNECTIONS_MAX:
+            self._welcome(*proven)
+        elif proven is not None:
+            proven[0].close()
+
+    def _welcome(self, peer: socket.socket, proof: bytes) -> None:
+        """A gateway.  It is told who we are, after the proof where it has asked for one."""
+        connection = self._connections[peer.fileno()] = Connection(peer)
         self._selector.register(peer, selectors.EVENT_READ)
-        connection.say(self._hello)
+        connection.say(proof + self._hello)
         self._flush(connection)
 
     def _serve(self, connection: Connection, events: int) -> list[Message]:
@@ -284,7 +311,8 @@ def listen_on(address: str) -> socket.socket:
         if scheme == "unix" and rest:
             listener = _listen_on_path(Path(rest))
         elif scheme == "tcp" and colon and port.isdigit() and int(port) < 1 << 16:
-            listener = socket.create_server((host, int(port)))
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, int(port)), family=family)
         else:
             raise ListenError(f"cannot listen on {address!r}: use unix:PATH or tcp:HOST:PORT")
     except OSError as error:

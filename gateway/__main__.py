@@ -22,6 +22,7 @@ import uvicorn
 import uvloop
 
 from cache.errors import Misconfigured
+from engine.handshake import SECRET_VARIABLE, HandshakeError, secret_in
 from gateway.app import Application
 from gateway.config import REDIS_URL_VARIABLE, GatewayOptions
 from gateway.protocol import bounded
@@ -84,7 +85,14 @@ def _options(raw: str) -> GatewayOptions:
     for address in options.engines:
         if not _ADDRESS.fullmatch(address):
             raise CannotStart(f"bad options: engine {address!r} is neither unix:PATH nor tcp:HOST:PORT")
-    return msgspec.structs.replace(options, redis_url=os.environ.get(REDIS_URL_VARIABLE, options.redis_url))
+    try:
+        secret = secret_in(os.environ)
+    except HandshakeError as error:
+        raise CannotStart(str(error)) from None
+    if not secret and any(address.startswith("tcp:") for address in options.engines):
+        raise CannotStart(f"engines on a network need a secret: --engine-secret-file, or {SECRET_VARIABLE}")
+    redis_url = os.environ.get(REDIS_URL_VARIABLE, options.redis_url)
+    return msgspec.structs.replace(options, redis_url=redis_url, engine_secret=secret)
 
 
 def open_listener(options: GatewayOptions) -> socket.socket:

@@ -28,15 +28,7 @@ class Backend:
         self.poison = Poison()
         self._rescue = Rescue(self.poison, self.choose, deadline_s=options.resume_deadline_s)
         self.replicas = [
-            Replica(
-                number,
-                address,
-                watcher,
-                self._rescue,
-                silence_s=options.silence_s,
-                silence_max_s=options.first_frame_timeout_s,
-            )
-            for number, address in enumerate(options.engines)
+            Replica(number, address, watcher, self._rescue, options) for number, address in enumerate(options.engines)
         ]
         self._tasks: list[asyncio.Task[None]] = []
 

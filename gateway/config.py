@@ -17,6 +17,8 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The name under which clients know it."""
     engines: tuple[str, ...]
     """Where the engine replicas listen: `unix:PATH` or `tcp:HOST:PORT`.  Their place here is their number."""
+    engine_secret: bytes = b""
+    """What engines on a network must know, and we; the process takes it from its environment."""
     redis_url: str = ""
     """Where keys and limits are; the process takes it from its environment.  Empty: there are none."""
     redis_named: bool = False

@@ -6,8 +6,7 @@ does not fit is refused.
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -16,11 +15,12 @@ import structlog
 from engine.api import Abort, Delta, FrameError, FrameReader, Hello, Ping, Pong, StepFrame, decode_frame, encode
 from gateway import errors
 from gateway.calls import Call
+from gateway.config import GatewayOptions
+from gateway.connection import CONNECT_TIMEOUT_S, CannotConnect, connection
 from gateway.errors import ApiError
 from telemetry import clock
 from telemetry.records import StepRecord
 
-CONNECT_TIMEOUT_S = 5.0
 BACKOFF_MIN_S = 0.05
 BACKOFF_MAX_S = 2.0
 READ_BYTES_MAX = 256 * 1024
@@ -60,17 +60,14 @@ class Losses(Protocol):
 class Replica:
     """One engine process.  `run` keeps the connection; everything else is a look or a write."""
 
-    def __init__(
-        self, number: int, address: str, watcher: Watcher, losses: Losses, *, silence_s: float, silence_max_s: float
-    ) -> None:
+    def __init__(self, number: int, address: str, watcher: Watcher, losses: Losses, options: GatewayOptions) -> None:
         """
         Args:
             number: what it is called here, whatever it calls itself: engines of other hosts do not know of each other.
             address: `unix:PATH` or `tcp:HOST:PORT`.
             watcher: is told what the engine reports.
             losses: is told which calls it has lost.
-            silence_s: an engine that owes a frame for so long is taken for gone; more where its steps take long.
-            silence_max_s: the same, whatever its steps take, and before it has made any.
+            options: the secret of engines on a network, and how long an engine may be silent.
         """
         self.number = number
         self.address = address
@@ -78,8 +75,10 @@ class Replica:
         self.calls: dict[str, Call] = {}
         self._watcher = watcher
         self._losses = losses
-        self._silence_s, self._silence_max_s = silence_s, silence_max_s
-        self._patience = _Patience(silence_s, silence_max_s)
+        self._options = options
+        self._away = ""
+        """Why there is no connection, where that is worth a word."""
+        self._patience = self._new_patience()
         self._epoch = ""
         self._writer: asyncio.StreamWriter | None = None
         self._one_clock = False
@@ -101,7 +100,7 @@ class Replica:
     def trouble(self, now_ns: int) -> str:
         """Why no request should be sent here; empty: none."""
         if self.hello is None:
-            return "not connected"
+            return f"not connected: {self._away}" if self._away else "not connected"
         if self._loss is not None:
             return self._loss.message
         silent_s = self.silent_s(now_ns)
@@ -147,6 +146,9 @@ class Replica:
             self._loss = self._loss or error
             self._writer.transport.abort()
 
+    def _new_patience(self) -> "_Patience":
+        return _Patience(self._options.silence_s, self._options.first_frame_timeout_s)
+
     def _limit_s(self) -> float:
         return self._patience.limit_s(working=self.working > 0)
 
@@ -157,15 +159,19 @@ class Replica:
         """Connect, read, and again, until cancelled."""
         while True:
             try:
-                async with _connection(self.address) as (reader, writer):
+                async with connection(self.address, self._options.engine_secret) as (reader, writer):
                     self._writer = writer
                     await self._read(reader)
                     reason = "the engine closed the connection"
+            except CannotConnect as error:
+                reason = str(error)
             except (OSError, TimeoutError, FrameError) as error:
                 reason = str(error) or type(error).__name__
             finally:
                 self._lose()
-            _log.debug("engine connection lost", address=self.address, reason=reason, retry_s=self._backoff_s)
+            if reason and reason != self._away:
+                _log.warning("no connection to an engine", replica=self.number, address=self.address, reason=reason)
+            self._away = reason
             await asyncio.sleep(self._backoff_s)
             self._backoff_s = min(self._backoff_s * 2, BACKOFF_MAX_S)
 
@@ -176,6 +182,8 @@ class Replica:
                 for body in frames.feed(data):
                     frame = decode_frame(body)
                     if isinstance(frame, Hello):
+                        if frame.model != self._options.model_name:
+                            raise FrameError(f"it serves {frame.model!r}, and not {self._options.model_name!r}")
                         hello_limit.reschedule(None)
                         self._greet(frame)
                     elif isinstance(frame, Pong):
@@ -188,7 +196,7 @@ class Replica:
         self._one_clock = clock.shares_clock(hello.clock_id)
         self._backoff_s = BACKOFF_MIN_S
         if hello.epoch != self._epoch:
-            self._epoch, self._patience = hello.epoch, _Patience(self._silence_s, self._silence_max_s)
+            self._epoch, self._patience = hello.epoch, self._new_patience()
         self._watcher.engine_up(self.number, epoch=hello.epoch, block_slots=hello.block_slots)
         _log.info("engine connected", replica=self.number, model=hello.model, fingerprint=hello.fingerprint)
 
@@ -281,21 +289,3 @@ class _Patience:
     def double(self) -> None:
         """It was in vain, or too early."""
         self._limit_s = min(self._most_s, 2 * self._limit_s)
-
-
-@contextlib.asynccontextmanager
-async def _connection(address: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to `unix:PATH` or `tcp:HOST:PORT`, closed at the end."""
-    kind, _, where = address.partition(":")
-    async with asyncio.timeout(CONNECT_TIMEOUT_S):
-        if kind == "unix":
-            reader, writer = await asyncio.open_unix_connection(where)
-        else:
-            host, _, port = where.rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        yield reader, writer
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()

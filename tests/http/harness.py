@@ -138,7 +138,9 @@ class ShellEngine:
         context_max: int = 512,
         step_delay_s: float = 0.0,
         speculation: Speculation | None = None,
+        secret: bytes = b"",
     ) -> None:
+        """With a `secret`, `path` is `tcp:HOST:PORT`."""
         self.device = FakeRunner(
             vocab_size=vocab_size, context_max=context_max, blocks_max=256, eos_ids=(EOS_ID,), step_delay_s=step_delay_s
         )
@@ -167,7 +169,7 @@ class ShellEngine:
             weights=WEIGHTS,
         )
         self.scheduler = Scheduler(config, speculation=speculation)
-        self._server = Server(f"unix:{path}", hello)
+        self._server = Server(path if secret else f"unix:{path}", hello, secret)
         self._loop = Loop(self.scheduler, self.device, self._server)
         self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
 

@@ -79,11 +79,16 @@ TABLE = (
     ),
     Row(
         "engine shell",
-        ("engine.loop", "engine.server", "engine.__main__"),
+        ("engine.loop", "engine.server", "engine.strangers", "engine.__main__"),
         ("engine", "telemetry"),
         ("litestar", *STORES),
     ),
-    Row("gateway", ("gateway",), ("gateway", "engine.api", "cache", "telemetry"), ("torch", "transformers")),
+    Row(
+        "gateway",
+        ("gateway",),
+        ("gateway", "engine.api", "engine.handshake", "cache", "telemetry"),
+        ("torch", "transformers"),
+    ),
     Row(
         "launch",
         ("launch",),
@@ -91,6 +96,7 @@ TABLE = (
             "launch",
             "engine.api",
             "engine.config",
+            "engine.handshake",
             "gateway.config",
             "cache.embedded",
             "cache.errors",

@@ -1,0 +1,154 @@
+"""Engines over TCP: both sides prove that they know the secret, and whoever looks after them learns why not."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.handshake import ANSWER_BYTES, GREETING_BYTES, MAGIC, NONCE_BYTES
+from gateway import connection
+from gateway.__main__ import main
+from tests.http.asking import chat, post
+from tests.http.conftest import options_for
+from tests.http.guard import until
+from tests.http.harness import LiveGateway, ShellEngine
+
+SECRET = b"s" * 32
+Before = Callable[..., LiveGateway]
+
+
+@pytest.fixture
+def before(model_dir: Path) -> Iterator[Before]:
+    """`before("tcp:...")`: a gateway before that engine."""
+    started: list[LiveGateway] = []
+
+    def start(address: str, *, secret: bytes = SECRET, ready: bool = True, name: str = "tiny") -> LiveGateway:
+        options = options_for(model_dir, "")
+        changed = msgspec.structs.replace(options, engines=(address,), engine_secret=secret, model_name=name)
+        started.append(LiveGateway(changed))
+        started[-1].start(ready=ready)
+        return started[-1]
+
+    yield start
+    for gateway in started:
+        gateway.stop()
+
+
+@pytest.fixture
+def remote(vocab_size: int) -> Iterator[str]:
+    """The address of the real engine shell on a network."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp:127.0.0.1:{free.getsockname()[1]}"
+    engine = ShellEngine(address, vocab_size=vocab_size, secret=SECRET)
+    engine.start()
+    yield address
+    engine.stop()
+
+
+def reason(gateway: LiveGateway, wanted: str) -> None:
+    """`/ready` says so."""
+    until(lambda: wanted in (gateway.client.get("/ready").json()["reason"] or ""), wanted)
+    assert gateway.client.get("/ready").status_code == 503
+
+
+def test_an_engine_that_knows_the_secret_serves(before: Before, remote: str) -> None:
+    gateway = before(remote)
+    assert post(gateway, chat())["usage"]["completion_tokens"] > 0
+
+
+def test_a_gateway_with_another_secret_is_told_nothing_and_says_why(before: Before, remote: str) -> None:
+    gateway = before(remote, secret=b"t" * 32, ready=False)
+    reason(gateway, "engine 0 not connected: the engine refuses our secret")
+    assert gateway.application.backend.hellos() == []
+
+
+def test_an_engine_that_serves_something_else_gets_no_requests(before: Before, remote: str) -> None:
+    gateway = before(remote, ready=False, name="huge")
+    reason(gateway, "it serves 'tiny', and not 'huge'")
+
+
+def test_nobody_is_there(before: Before) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    reason(before(f"tcp:127.0.0.1:{port}", ready=False), f"127.0.0.1:{port}: Connect")
+
+
+def answer_with(say: Callable[[socket.socket], None]) -> tuple[socket.socket, threading.Thread]:
+    """Something that listens, and is no engine."""
+    server = socket.create_server(("127.0.0.1", 0))
+    server.settimeout(0.05)
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            try:
+                line, _ = server.accept()
+            except TimeoutError:
+                continue
+            with line:
+                line.settimeout(5)
+                say(line)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    setattr(thread, "end", stop.set)  # noqa: B010 - a test's own
+    return server, thread
+
+
+def a_web_server(line: socket.socket) -> None:
+    line.sendall(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+
+
+def an_engine_that_only_repeats(line: socket.socket) -> None:
+    line.sendall(MAGIC + bytes(NONCE_BYTES))
+    said = b""
+    while len(said) < ANSWER_BYTES and (data := line.recv(4096)):
+        said += data
+    line.sendall(said[NONCE_BYTES:])
+    assert line.recv(4096) == b"", "it was told something"
+
+
+def nobody(line: socket.socket) -> None:
+    line.recv(4096)
+
+
+@pytest.mark.parametrize(
+    ("say", "words"),
+    [
+        (a_web_server, "what answers there is no engine of this version"),
+        (an_engine_that_only_repeats, "the engine does not know the secret"),
+        (nobody, "the handshake took longer than 0.2 s"),
+        (lambda line: None, "it hung up: no engine, or one with too many gateways"),
+    ],
+    ids=["web", "mirror", "silence", "gone"],
+)
+def test_what_is_no_engine_of_ours_is_told_nothing(
+    before: Before, monkeypatch: pytest.MonkeyPatch, say: Callable[[socket.socket], None], words: str
+) -> None:
+    if say is nobody:
+        monkeypatch.setattr(connection, "HANDSHAKE_S", 0.2)
+    server, thread = answer_with(say)
+    try:
+        gateway = before(f"tcp:127.0.0.1:{server.getsockname()[1]}", ready=False)
+        reason(gateway, words)
+    finally:
+        getattr(thread, "end")()  # noqa: B009
+        thread.join()
+        server.close()
+
+
+@pytest.mark.parametrize(("secret", "words"), [("", "need a secret: --engine-secret-file"), ("short", "at least 32")])
+def test_without_a_good_secret_a_gateway_does_not_start(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], secret: str, words: str
+) -> None:
+    monkeypatch.setenv("PELLUCID_ENGINE_SECRET", secret)
+    options = msgspec.structs.replace(options_for(model_dir, ""), engines=("tcp:10.0.0.1:9000",))
+    assert main(["--options", msgspec.json.encode(options).decode()]) == 2
+    assert words in capfd.readouterr().err
+
+
+def test_a_greeting_has_one_length() -> None:
+    assert len(MAGIC) + NONCE_BYTES == GREETING_BYTES
