@@ -15,7 +15,7 @@ from typing import NoReturn
 import click
 
 from launch.errors import UserError
-from launch.flags import flags, options_of
+from launch.flags import ENGINE_OPTIONS, flags, options_of
 from launch.keys import keys
 from launch.parse import nearest
 from quant.command import quantize
@@ -37,6 +37,19 @@ def serve(**given: str | bool | tuple[str, ...] | None) -> None:
     from launch.serve import serve as run  # noqa: PLC0415 - lazily
 
     sys.exit(run(options, dict(os.environ), click.echo))
+
+
+@cli.command()
+@click.option(
+    "--listen", required=True, metavar="tcp://HOST:PORT", help="Where gateways find it; port 0 takes a free one."
+)
+@flags(*ENGINE_OPTIONS)
+def engine(listen: str, **given: str | bool | tuple[str, ...] | None) -> None:
+    """Run an engine alone, for gateways on other machines that know the same secret."""
+    options = options_of(given)
+    from launch.engine import run_engine  # noqa: PLC0415 - lazily
+
+    sys.exit(run_engine(options, listen, dict(os.environ), click.echo))
 
 
 @cli.group()

@@ -7,17 +7,16 @@ is no pepper, no key was ever made, and the gateway can tell that while its serv
 
 import os
 import secrets
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from cache.errors import Misconfigured
 from cache.key_records import PEPPER_BYTES_MIN
+from cache.private_file import read_private
 
 VARIABLE = "PELLUCID_PEPPER"
 FILE = "pepper"
 """In the data directory, unless --pepper-file names another."""
-BYTES_MAX = 4096
 UNSET = bytes(32)
 """For those who only count keys, or have none to compare with."""
 _MADE_BYTES = 32
@@ -30,16 +29,8 @@ def read_pepper(file: Path | None, environ: Mapping[str, str]) -> bytes | None:
         return _checked(given.encode(errors="surrogateescape"), VARIABLE)
     if file is None:
         return None
-    try:
-        with file.open("rb") as opened:
-            mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
-            if mode & 0o077:
-                raise Misconfigured(f"{file}: others may read the pepper (mode {mode:04o}): chmod 600")
-            return _checked(opened.read(BYTES_MAX).strip(), str(file))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise Misconfigured(f"{file}: cannot read the pepper of the API keys: {error.strerror}") from error
+    pepper = read_private(file, "the pepper of the API keys")
+    return None if pepper is None else _checked(pepper, str(file))
 
 
 def make_pepper(file: Path, environ: Mapping[str, str]) -> bytes:

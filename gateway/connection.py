@@ -4,6 +4,7 @@ The way to an engine: a socket, and on a network the proof that both sides know 
 
 import asyncio
 import contextlib
+import os
 import secrets
 import socket
 from collections.abc import AsyncIterator
@@ -42,7 +43,12 @@ async def _open_local(path: str) -> Streams:
     except TimeoutError:
         raise CannotConnect(f"no answer within {CONNECT_TIMEOUT_S:g} s") from None
     except OSError as error:
-        raise CannotConnect(error.strerror or str(error)) from None
+        raise CannotConnect(_in_words(error)) from None
+
+
+def _in_words(error: OSError) -> str:
+    """Without the address, which asyncio puts there: whoever may ask whether we are ready need not know it."""
+    return os.strerror(error.errno) if error.errno else type(error).__name__
 
 
 async def _open_remote(where: str) -> Streams:
@@ -51,9 +57,11 @@ async def _open_remote(where: str) -> Streams:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, int(port))
     except TimeoutError:
-        raise CannotConnect(f"no answer from {where} within {CONNECT_TIMEOUT_S:g} s") from None
+        raise CannotConnect(f"no answer within {CONNECT_TIMEOUT_S:g} s") from None
+    except socket.gaierror:
+        raise CannotConnect("no such host") from None
     except OSError as error:
-        raise CannotConnect(f"{where}: {error.strerror or error}") from None
+        raise CannotConnect(_in_words(error)) from None
     line = writer.get_extra_info("socket")
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in TCP_OPTIONS:

@@ -28,9 +28,12 @@ def check_host(host: str, *, allowed: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that nobody listens on yet, with a real port where `port` is 0.  Raises UserError."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+def bound(host: str, port: int, option: str) -> Iterator[socket.socket]:
+    """A socket that nobody listens on yet, with a real port where `port` is 0.  Raises UserError, naming `option`."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise UserError(f"cannot listen on {host}: no such address") from error
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no obstacle
         try:
@@ -40,9 +43,7 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         except OSError as error:
             if not (port and _in_use(family, host)):
                 raise UserError(f"cannot listen on {host}: {error.strerror}") from error
-            raise UserError(
-                f"port {port} on {host} is in use; choose another with --port (make serve PORT=...)"
-            ) from error
+            raise UserError(f"port {port} on {host} is in use; choose another with {option}") from error
         yield listener
 
 

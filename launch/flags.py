@@ -11,6 +11,27 @@ import click
 from launch.options import OPTIONS, Option, ServeOptions, read_options
 
 Command = TypeVar("Command", bound=Callable[..., None])
+ENGINE_OPTIONS = (
+    "model",
+    "model_name",
+    "data_dir",
+    "engine_secret_file",
+    "dtype",
+    "quantization",
+    "kv_dtype",
+    "threads",
+    "max_context",
+    "kv_memory",
+    "max_queue",
+    "max_batch",
+    "max_step_tokens",
+    "prefix_cache",
+    "speculative",
+    "draft_model",
+    "log_level",
+    "log_format",
+)
+"""Those of `pellucid serve` that mean something for an engine."""
 Given = dict[str, str | bool | tuple[str, ...] | None]
 
 

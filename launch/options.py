@@ -4,6 +4,7 @@ The settings of `pellucid serve`: one table, from which flags, environment varia
 A setting is taken from its flag, else from its `PELLUCID_*` variable, else from the TOML file, else it has its
 default.  What nobody knows is an error in each of the three places, and the message names the nearest known one.
 """
+# long: one table, and people look for a setting in one place.
 
 import tomllib
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from launch.errors import UserError
 from launch.parse import (
     nearest,
     one_of,
+    parse_engines,
     parse_list,
     parse_redis,
     parse_speculative,
@@ -30,6 +32,7 @@ PREFIX = "PELLUCID_"
 OTHER_VARIABLES = frozenset(
     {
         "PELLUCID_CONFIG",
+        "PELLUCID_ENGINE_SECRET",  # in place of --engine-secret-file
         "PELLUCID_KERNELS",  # the engine's, to force an instruction set
         "PELLUCID_PEPPER",  # the secret of the API keys, in place of --pepper-file
         "PELLUCID_SHARED", "PELLUCID_TEST_GGUF", "PELLUCID_TEST_LIBRARIES", "PELLUCID_WRITE_GOLDEN",  # the test suite's
@@ -159,7 +162,22 @@ OPTIONS = (
         default="1",
         metavar="COUNT",
         help="Engine processes on this machine; each gets its share of the processors and of --kv-memory.",
-        parse=whole(least=1, most=REPLICAS_MAX),
+        parse=whole(least=0, most=REPLICAS_MAX),
+    ),
+    Option(
+        name="engine",
+        default="",
+        metavar="tcp://HOST:PORT",
+        help="An engine on another machine, see `pellucid engine`; may be repeated.",
+        parse=parse_engines,
+        repeats=True,
+    ),
+    Option(
+        name="engine_secret_file",
+        default="",
+        metavar="FILE",
+        help="What gateways and engines of different machines must know. Unset: $PELLUCID_ENGINE_SECRET.",
+        parse=str,
     ),
     Option(
         name="workers",
@@ -307,6 +325,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization: str
     kv_dtype: str
     replicas: int
+    engine: tuple[str, ...]
+    engine_secret_file: str
     workers: int
     threads: int
     max_context: int

@@ -5,6 +5,7 @@ name of the place where it stood.
 
 import difflib
 from collections.abc import Callable, Iterable
+from urllib.parse import urlsplit
 
 from cache.errors import Misconfigured
 from cache.redis_url import OPTION, parse_redis_url
@@ -99,6 +100,25 @@ def parse_redis(text: str) -> str:
         except Misconfigured as error:
             raise ValueError(str(error).removeprefix(f"{OPTION}: ")) from None
     return text
+
+
+def parse_engines(text: str) -> tuple[str, ...]:
+    """`tcp://HOST:PORT`, separated by commas -> `tcp:HOST:PORT`, as the processes call them."""
+    return tuple(parse_engine(part) for part in parse_list(text))
+
+
+def parse_engine(text: str) -> str:
+    """`tcp://HOST:PORT`, an IPv6 address in brackets."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        port = None
+    if port is None or parts.scheme != "tcp" or not parts.hostname or parts.netloc != text.removeprefix("tcp://"):
+        raise ValueError(f"{text!r} is no address such as tcp://10.0.0.7:9000")
+    if "@" in parts.netloc:
+        raise ValueError("an address has no user and no password: the secret is in --engine-secret-file")
+    return f"tcp:{parts.hostname}:{port}"
 
 
 def parse_list(text: str) -> tuple[str, ...]:

@@ -28,6 +28,22 @@ async def until_any_exists(sockets: Sequence[Path], say: Say) -> None:
         await asyncio.sleep(POLL_S)
 
 
+async def until_connects(host: str, port: int, say: Say) -> None:
+    """Return when an engine listens there."""
+    started_s = news_s = time.monotonic()
+    while True:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), ANSWER_S)
+        except OSError:  # TimeoutError is one
+            await asyncio.sleep(POLL_S)
+        else:
+            writer.close()
+            return
+        if time.monotonic() - news_s >= NEWS_S:
+            news_s = time.monotonic()
+            say(f"the engine has been loading for {news_s - started_s:.0f} s")
+
+
 async def until_ready(host: str, port: int, say: Say) -> None:
     """Return when `/ready` answers 200; tell the person now and then that we still wait, and for what."""
     started_s = news_s = time.monotonic()

@@ -26,6 +26,7 @@ from launch.errors import UserError
 from launch.fleet import all_engines, all_workers, engine_children, engine_socket, worker_children, worker_socket
 from launch.options import REPLICAS_MAX, WORKERS_MAX, ServeOptions
 from launch.probe import first_look, until_any_exists, until_ready
+from launch.secret import engine_secret
 from launch.sizes import KV_BYTES_MIN, available_bytes, format_bytes
 from launch.store import Model, Store, data_dir
 from launch.supervise import ChildSpec, Say, Supervisor
@@ -39,44 +40,45 @@ PACKED = "packed"  # in the data directory: weights in the order in which the na
 def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], None]) -> int:
     """Serve until a signal; the exit code.  `out` gets what the person asked for.  Raises UserError."""
     started_s = time.monotonic()
-    say = _speaker(options.log_format)
+    say = speaker(options.log_format)
     refuse_optimized()
     check_host(options.host, allowed=lambda: options.insecure_open or keys_exist(options, environ))
-    with bound(options.host, options.port) as listener:
+    secret = check_engines(options, environ)
+    with bound(options.host, options.port, "--port (make serve PORT=...)") as listener:
         data = data_dir(options.data_dir, environ)
-        check_draft_model(options)
-        model = Store(data).pull(options.model)
-        draft = Store(data).pull(options.draft_model) if options.draft_model else None
-        kv_bytes = check_memory(options, model, draft)
+        model, draft = models_of(options, data)
+        kv_bytes = check_memory(options, model, draft, replicas=options.replicas)
         with run_dir(data) as folder:
             engines = all_engines(engine_options(options, model, data / PACKED, kv_bytes, draft), options, folder)
             redis_url, companions = key_server(options, data, folder)
-            addresses = tuple(engine.listen for engine in engines)
+            addresses = (*(engine.listen for engine in engines), *options.engine)
             gateway = gateway_options(options, model, listener, addresses, pepper_file(options, data))
             supervisor = Supervisor(
                 engines=engine_children(engines),
                 gateways=worker_children(all_workers(gateway, options, folder)),
                 companions=companions,
-                environ=child_environ(environ) | {REDIS_URL_VARIABLE: redis_url},  # not for `ps`: there are passwords
+                environ=child_environ(environ) | secret | {REDIS_URL_VARIABLE: redis_url},  # it may hold a password
                 say=say,
                 on_drained=listener.close,  # nobody takes what comes now
             )
-            out(f"Starting {gateway.model_name} from {model.path}, with {format_bytes(kv_bytes)} for keys and values.")
+            memory = f", with {format_bytes(kv_bytes)} for keys and values" if engines else ""
+            out(f"Starting {gateway.model_name} from {model.path}{memory}.")
 
             async def listening() -> None:
-                await until_any_exists([engine_socket(folder, engine.replica) for engine in engines], say)
+                if not options.engine:  # else one may be there already
+                    await until_any_exists([engine_socket(folder, engine.replica) for engine in engines], say)
 
             async def ready() -> None:
                 host = reachable(options.host)
                 await until_ready(host, gateway.port, say)
                 start_s = time.monotonic() - started_s
                 serving, cold = await first_look(host, gateway.port)
-                out(banner(gateway.model_name, host, gateway.port, start_s, cold, missing(serving, len(engines))))
+                out(banner(gateway.model_name, host, gateway.port, start_s, cold, missing(serving, len(addresses))))
 
             return asyncio.run(supervisor.run(listening, ready))
 
 
-def _speaker(log_format: str) -> Say:
+def speaker(log_format: str) -> Say:
     """What the launcher has to say, in the format of the logs around it."""
 
     def say(message: str) -> None:
@@ -109,13 +111,29 @@ def keys_exist(options: ServeOptions, environ: dict[str, str]) -> bool:
     return any_keys(options, environ)
 
 
+def check_engines(options: ServeOptions, environ: dict[str, str]) -> dict[str, str]:
+    """That there are any, and not too many; what the processes' environment must have for them.  Raises UserError."""
+    if not options.replicas and not options.engine:
+        raise UserError("--replicas 0 leaves no engine: name one with --engine, or start one here")
+    if options.replicas + len(options.engine) > REPLICAS_MAX:
+        raise UserError(f"--replicas and --engine: more than {REPLICAS_MAX} engines are not supported")
+    return engine_secret(options, environ) if options.engine else {}
+
+
+def models_of(options: ServeOptions, data: Path) -> tuple[Model, Model | None]:
+    """The model, and the one that guesses for it; they are fetched if need be.  Raises UserError."""
+    check_draft_model(options)
+    store = Store(data)
+    return store.pull(options.model), store.pull(options.draft_model) if options.draft_model else None
+
+
 def check_draft_model(options: ServeOptions) -> None:
     """A draft model guesses ahead, so that must not be turned off.  Raises UserError."""
     if options.draft_model and not options.speculative:
         raise UserError("--draft-model guesses ahead, and --speculative off forbids it: leave one of them out")
 
 
-def check_memory(options: ServeOptions, model: Model, draft: Model | None = None) -> int:
+def check_memory(options: ServeOptions, model: Model, draft: Model | None = None, *, replicas: int = 1) -> int:
     """
     Bytes for the KV pools of all replicas.  Raises UserError if they cannot be had.
 
@@ -130,14 +148,14 @@ def check_memory(options: ServeOptions, model: Model, draft: Model | None = None
             )
         return options.kv_memory.size_bytes
     kv_bytes = options.kv_memory.resolve_bytes(available)
-    if kv_bytes < KV_BYTES_MIN * options.replicas:
+    if kv_bytes < KV_BYTES_MIN * replicas:
         raise UserError(
-            f"--kv-memory: {format_bytes(kv_bytes)} for {options.replicas} replicas is less than "
+            f"--kv-memory: {format_bytes(kv_bytes)} for {replicas} replicas is less than "
             f"{format_bytes(KV_BYTES_MIN)} for each"
         )
-    weights_bytes = options.replicas * (model.size_bytes + (draft.size_bytes if draft is not None else 0))
-    if kv_bytes + weights_bytes > available:
-        several = f" of {options.replicas} replicas" if options.replicas > 1 else ""
+    weights_bytes = replicas * (model.size_bytes + (draft.size_bytes if draft is not None else 0))
+    if replicas and kv_bytes + weights_bytes > available:
+        several = f" of {replicas} replicas" if replicas > 1 else ""
         raise UserError(
             f"too little memory: {format_bytes(kv_bytes)} for keys and values and at least "
             f"{format_bytes(weights_bytes)} for the weights{several}, but {format_bytes(available)} are available; "

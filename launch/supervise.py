@@ -261,7 +261,8 @@ class Supervisor:
             self._killed = True
             return
         grace_s = max((gateway.spec.grace_s for gateway in self.gateways), default=0.0)
-        self._say(f"stopping: at most {grace_s:g} s for running requests; once more to kill")
+        limit = f": at most {grace_s:g} s for running requests" if self.gateways else ""
+        self._say(f"stopping{limit}; once more to kill")
         self._verdict.set_result(0)
 
     def _on_death(self, child: Child, code: int) -> None:

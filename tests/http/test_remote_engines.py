@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.handshake import ANSWER_BYTES, GREETING_BYTES, MAGIC, NONCE_BYTES
+from engine.handshake import ANSWER_BYTES, MAGIC, NONCE_BYTES
 from gateway import connection
 from gateway.__main__ import main
 from tests.http.asking import chat, post
@@ -73,7 +73,13 @@ def test_an_engine_that_serves_something_else_gets_no_requests(before: Before, r
 def test_nobody_is_there(before: Before) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    reason(before(f"tcp:127.0.0.1:{port}", ready=False), f"127.0.0.1:{port}: Connect")
+    gateway = before(f"tcp:127.0.0.1:{port}", ready=False)
+    reason(gateway, "engine 0 not connected: Connection refused")
+    assert str(port) not in gateway.client.get("/ready").text, "where engines are is nobody's business"
+
+
+def test_a_host_that_does_not_exist(before: Before) -> None:
+    reason(before("tcp:no.such.host.invalid:9000", ready=False), "engine 0 not connected: no such host")
 
 
 def answer_with(say: Callable[[socket.socket], None]) -> tuple[socket.socket, threading.Thread]:
@@ -148,7 +154,3 @@ def test_without_a_good_secret_a_gateway_does_not_start(
     options = msgspec.structs.replace(options_for(model_dir, ""), engines=("tcp:10.0.0.1:9000",))
     assert main(["--options", msgspec.json.encode(options).decode()]) == 2
     assert words in capfd.readouterr().err
-
-
-def test_a_greeting_has_one_length() -> None:
-    assert len(MAGIC) + NONCE_BYTES == GREETING_BYTES

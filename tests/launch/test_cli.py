@@ -61,6 +61,16 @@ def model_file(tmp_path: Path) -> Path:
         (["serve", "--model", "tiny.gguf", "--kv-memory", "900TiB"], "too little memory: 900 TiB for keys and values"),
         (["serve", "--model", "tiny.gguf", "--data-dir", "tiny.gguf"], "cannot use"),
         (["serve", "--redis-url", "h:6379"], "--redis-url: it begins with one of unix://"),
+        (["serve", "--replicas", "0"], "--replicas 0 leaves no engine: name one with --engine"),
+        (["serve", "--replicas", "64", "--engine", "tcp://h:1"], "more than 64 engines are not supported"),
+        (["serve", "--engine", "http://h:1"], "'http://h:1' is no address such as tcp://10.0.0.7:9000"),
+        (["serve", "--engine", "tcp://h:1"], "engines on a network need a secret: --engine-secret-file, or PELLUCID_"),
+        (["serve", "--engine", "tcp://h:1", "--engine-secret-file", "absent"], "absent: no such file"),
+        (["serve", "--engine", "tcp://h:1", "--engine-secret-file", "tiny.gguf"], "others may read the secret of the"),
+        (["engine"], "Missing option '--listen'"),
+        (["engine", "--listen", "0.0.0.0:9000"], "--listen: '0.0.0.0:9000' is no address such as tcp://"),
+        (["engine", "--listen", "tcp://127.0.0.1:0"], "engines on a network need a secret"),
+        (["engine", "--listen", "tcp://127.0.0.1:0", "--port", "1"], "unknown option --port"),
         (["keys", "revoke", "x"], "KEY_ID is the 16 characters"),
         (["keys", "create", "--expires-in", "soon"], "'soon' is no duration such as 30d"),
         (["keys", "create", "--spend-per-day", "nan"], "'nan' is no amount of money"),
@@ -185,7 +195,7 @@ def test_help_loads_nothing_heavy_and_is_quick(tmp_path: Path) -> None:
     assert time.monotonic() - started_s < 5.0  # torch alone would take longer on a busy machine
 
 
-HELPS = [["serve"], ["model", "pull"], ["model", "list"]]
+HELPS = [["serve"], ["engine"], ["model", "pull"], ["model", "list"]]
 HELPS += [["keys", command] for command in ("create", "list", "revoke", "rotate")]
 
 

@@ -40,6 +40,7 @@ def test_every_option_can_be_given_in_every_place(option: Option, tmp_path: Path
         "otlp_endpoint": "http://x:4318",
         "max_body": "1MiB",
         "redis_url": "redis://h:1",
+        "engine": "tcp://a:1,tcp://b:2",
     }
     plain = getattr(read_options({}, {}), option.name)
     text = special.get(option.name, samples[type(plain)])

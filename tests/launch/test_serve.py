@@ -33,7 +33,7 @@ def told(options: ServeOptions, model: Model) -> tuple[EngineOptions, GatewayOpt
     alone = serve.engine_options(options, model, Path("/data/packed"), 64 * MIB)
     engine = fleet.all_engines(alone, options, Path("/run"))[-1]
     pepper = valkey.pepper_file(options, Path("/data"))
-    with address.bound("127.0.0.1", 0) as listener:
+    with address.bound("127.0.0.1", 0, "--port") as listener:
         gateway = serve.gateway_options(options, model, listener, (engine.listen,), pepper)
     gateway = msgspec.structs.replace(gateway, port=8001, listener=7)  # whatever they were
     return engine, fleet.all_workers(gateway, options, Path("/run"))[-1]
@@ -45,6 +45,8 @@ LAUNCHER_ONLY = {
     "kv_memory",
     "model",
     "draft_model",
+    "engine",
+    "engine_secret_file",
     "port",
 }  # used up before anything is started
 GIVEN = {
@@ -172,14 +174,15 @@ def test_workers_share_a_socket_and_know_each_other(model: Model) -> None:
 
 
 def test_memory_is_counted_for_all_replicas(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = read_options({"replicas": "4", "kv_memory": "64MiB"}, {})
+    options = read_options({"kv_memory": "64MiB"}, {})
     monkeypatch.setattr(serve, "available_bytes", lambda: 64 * MIB + 4 * model.size_bytes)
-    assert serve.check_memory(options, model) == 64 * MIB
+    assert serve.check_memory(options, model, replicas=4) == 64 * MIB
     monkeypatch.setattr(serve, "available_bytes", lambda: 64 * MIB + 4 * model.size_bytes - 1)
     with pytest.raises(UserError, match="16 KiB for the weights of 4 replicas, .* lower --kv-memory or --replicas"):
-        serve.check_memory(options, model)
+        serve.check_memory(options, model, replicas=4)
     with pytest.raises(UserError, match="--kv-memory: 3 MiB for 4 replicas is less than 1 MiB for each"):
-        serve.check_memory(read_options({"replicas": "4", "kv_memory": "3MiB"}, {}), model)
+        serve.check_memory(read_options({"kv_memory": "3MiB"}, {}), model, replicas=4)
+    serve.check_memory(read_options({"kv_memory": "900TiB"}, {}), model, replicas=0)  # nothing is computed here
 
 
 def test_the_banner_says_how_many_serve() -> None:
@@ -284,7 +287,7 @@ async def test_the_cold_start_is_told_if_the_engine_tells_it(body: str, serving:
 def test_the_launcher_speaks_the_language_of_the_logs(
     log_format: str, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    speaker: Callable[[str], Callable[[str], None]] = serve._speaker
+    speaker: Callable[[str], Callable[[str], None]] = serve.speaker
     speaker(log_format)("hello")
     captured = capsys.readouterr()
     assert line in captured.err and captured.out == ""
@@ -303,5 +306,5 @@ def test_a_bad_url_is_refused_without_a_word_of_it() -> None:
 
 
 def test_the_password_of_the_server_is_not_among_the_arguments(model: Model) -> None:
-    _, gateway = told(read_options({"redis_url": "redis://:secret@h:1"}, {}), model)
-    assert all("secret" not in word for word in python_command("gateway", gateway))
+    _, gateway = told(read_options({"redis_url": "redis://:hunter2@h:1"}, {}), model)
+    assert all("hunter2" not in word for word in python_command("gateway", gateway))

@@ -101,6 +101,7 @@ TABLE = (
             "cache.embedded",
             "cache.errors",
             "cache.pepper",
+            "cache.private_file",
             "cache.redis_url",
         ),
         ("torch", "litestar", "uvicorn", "transformers", *STORES),

@@ -6,6 +6,7 @@ import pytest
 
 from launch.keys import keys
 from launch.options import BY_NAME, OPTIONS, ServeOptions, markdown_table
+from pellucid import cli
 from quant import settings as quantize
 from tests.bench import bench_quantize
 from tests.tidy.imports import ROOT, TABLE, tracked
@@ -36,7 +37,8 @@ def test_the_documents_name_no_option_that_does_not_exist() -> None:
         "--randomly-seed",
     }
     known |= QUANTIZE_FLAGS
-    known |= {name for command in keys.commands.values() for option in command.params for name in option.opts}
+    commands = [*keys.commands.values(), cli.commands["engine"]]
+    known |= {name for command in commands for option in command.params for name in option.opts}
     for text in (README, CHANGELOG, CONTRIBUTING, QUANTIZATION):
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) - known == set()
 
