@@ -154,7 +154,8 @@ class Fleet:
                 words = [word.decode() for word in (entry / "cmdline").read_bytes().split(b"\0")]
             except OSError:
                 continue  # It has just ended.
-            if parent == self.appliance.process.pid and (module in words or words[0].endswith(module)):
+            program = words[0].partition(" ")[0]  # Valkey says behind its name where it listens
+            if parent == self.appliance.process.pid and (module in words or program.endswith(module)):
                 found[int(entry.name)] = words
         return found
 
