@@ -1,6 +1,7 @@
 """
 Every way in which a request can fail, as the client sees it.
 
+    TABLE                               status, code and type of each; the OpenAPI document is made from it
     ApiError                            an OpenAI error: status, type, code, param, message
       invalid(), missing(), unknown()   400, the client's fault, `param` names the field
       no_engine(), overloaded(), ...    503 and friends, ours, with retry-after where trying again may help
@@ -9,6 +10,7 @@ Foreign failures are mapped in two places: `of_finish` for what an engine says, 
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -16,6 +18,72 @@ from engine.api import DEGENERATE, Finish
 
 RETRY_AFTER_S = 1
 DRAIN_RETRY_AFTER_S = 5
+
+Where = Literal["every", "key", "body", "name", "model", "generation", "url"]
+"""
+Which requests can meet it: all, those that need a key, have a body, name something in their URL, name a model, have
+something generated; those to no route at all.
+"""
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+_AFTER = ("retry-after", "retry-after-ms")
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One kind of error."""
+
+    status: int
+    code: str
+    when: str
+    where: tuple[Where, ...]
+    types: tuple[str, ...] = (INVALID,)
+    """The usual one first."""
+    headers: tuple[str, ...] = ()
+    """Those that it always has, beside those of every response."""
+
+
+TABLE = (
+    Row(400, "invalid_value", "A value is not acceptable; `param` names the field.", ("body",)),
+    Row(400, "missing_required_parameter", "A field that must be there is not.", ("body",)),
+    Row(400, "unknown_parameter", "A field that nobody knows.", ("body",)),
+    Row(400, "context_length_exceeded", "Prompt and output do not fit the model's context.", ("generation",)),
+    Row(401, "invalid_api_key", "No API key, or none that is good.", ("key",), headers=("www-authenticate",)),
+    Row(403, "model_not_allowed", "The key is not for this model.", ("model",), ("permission_error",)),
+    Row(404, "model_not_found", "No such model is served.", ("model", "name")),
+    Row(404, "not_found", "There is nothing at this URL.", ("name", "url")),
+    Row(405, "method_not_allowed", "The URL knows other methods.", ("url",), headers=("allow",)),
+    Row(408, "request_timeout", "The body did not arrive in time.", ("body",), ("timeout_error",)),
+    Row(413, "request_too_large", "The body is over the limit.", ("body",)),
+    Row(415, "unsupported_media_type", "The content type is not JSON.", ("body",)),
+    Row(429, "rate_limit_exceeded", "A limit is reached; wait.", ("generation",), ("requests", "tokens")),
+    Row(429, "insufficient_quota", "Waiting does not help, or not today.", ("generation",), ("insufficient_quota",)),
+    Row(431, "request_too_large", "The headers are over the limit.", ("every",)),
+    Row(500, "internal_error", "A fault of ours.", ("every",), (SERVER,)),
+    Row(500, DEGENERATE, "The model's numbers are none, or one token repeats.", ("generation",), (SERVER,)),
+    Row(502, "bad_gateway", "The engine went away with the request.", ("generation",), (SERVER,)),
+    Row(503, "overloaded", "The queue is full.", ("generation",), (SERVER,), _AFTER),
+    Row(503, "no_healthy_engine", "No engine could take the request.", ("generation",), (SERVER,), _AFTER),
+    Row(503, "draining", "The server is shutting down.", ("generation",), (SERVER,), _AFTER),
+    Row(503, "keys_unavailable", "API keys cannot be checked at the moment.", ("key",), (SERVER,), _AFTER),
+    Row(503, "limits_unavailable", "Limits cannot be checked at the moment.", ("generation",), (SERVER,), _AFTER),
+    Row(504, "engine_timeout", "The engine was silent, or took too long.", ("generation",), (SERVER,)),
+)
+_TYPES = {(row.status, row.code): row.types[0] for row in TABLE}
+
+
+class ErrorObject(msgspec.Struct, frozen=True):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The JSON of every failure, and of the last event of a stream that fails half-way."""
+
+    error: ErrorObject
 
 
 class ApiError(Exception):
@@ -27,7 +95,7 @@ class ApiError(Exception):
         code: str | None,
         message: str,
         *,
-        kind: str = "invalid_request_error",
+        kind: str = "",
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
         outcome: str = "",
@@ -36,16 +104,15 @@ class ApiError(Exception):
         self.status = status
         self.code = code
         self.message = message
-        self.kind = kind
+        self.kind = kind or _TYPES.get((status, code or ""), INVALID if status < 500 else SERVER)
         self.param = param
         self.headers = dict(headers or {})
         self.outcome = outcome or ("invalid" if status < 500 else code or "failed")
         """What the request's record says of its end."""
 
     def body(self) -> bytes:
-        """The JSON of the error response, and of the last event of a stream that fails half-way."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        """The JSON."""
+        return msgspec.json.encode(ErrorBody(ErrorObject(self.message, self.kind, self.param, self.code)))
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
@@ -94,7 +161,7 @@ def unauthorized() -> ApiError:
 def model_not_allowed(model: str) -> ApiError:
     """The key is not for this model."""
     message = f"This API key may not use the model {model[:100]!r}."
-    return ApiError(403, "model_not_allowed", message, kind="permission_error", param="model", outcome="forbidden")
+    return ApiError(403, "model_not_allowed", message, param="model", outcome="forbidden")
 
 
 def too_large(limit_bytes: int) -> ApiError:
@@ -103,12 +170,16 @@ def too_large(limit_bytes: int) -> ApiError:
     return ApiError(413, "request_too_large", message, headers={"connection": "close"})
 
 
+def head_too_large(limit_bytes: int) -> ApiError:
+    """The headers are over the limit."""
+    message = f"The request headers are over the limit of {limit_bytes} bytes."
+    return ApiError(431, "request_too_large", message, headers={"connection": "close"})
+
+
 def too_slow(limit_s: float) -> ApiError:
     """The body did not arrive in time."""
     message = f"The request body did not arrive within {limit_s:g} s."
-    return ApiError(
-        408, "request_timeout", message, kind="timeout_error", headers={"connection": "close"}, outcome="timeout"
-    )
+    return ApiError(408, "request_timeout", message, headers={"connection": "close"}, outcome="timeout")
 
 
 def media_type() -> ApiError:
@@ -118,7 +189,7 @@ def media_type() -> ApiError:
 
 def _unavailable(code: str, message: str, retry_after_s: int, **headers: str) -> ApiError:
     after = {"retry-after": str(retry_after_s), "retry-after-ms": str(retry_after_s * 1000)}
-    return ApiError(503, code, message, kind="server_error", headers=after | headers, outcome=code)
+    return ApiError(503, code, message, headers=after | headers, outcome=code)
 
 
 def overloaded(message: str) -> ApiError:
@@ -153,7 +224,7 @@ def draining() -> ApiError:
 def engine_lost() -> ApiError:
     """The engine died with the request in its hands."""
     message = "The engine that served this request went away."
-    return ApiError(502, "bad_gateway", message, kind="server_error", outcome="engine_lost")
+    return ApiError(502, "bad_gateway", message, outcome="engine_lost")
 
 
 def poisonous() -> ApiError:
@@ -164,13 +235,13 @@ def poisonous() -> ApiError:
 
 def engine_timeout(message: str) -> ApiError:
     """The engine was silent for too long, or the whole took too long."""
-    return ApiError(504, "engine_timeout", message, kind="server_error", outcome="timeout")
+    return ApiError(504, "engine_timeout", message, outcome="timeout")
 
 
 def internal() -> ApiError:
     """A fault of ours; the log says which."""
     message = "The server had an error while it processed your request."
-    return ApiError(500, "internal_error", message, kind="server_error", outcome="error")
+    return ApiError(500, "internal_error", message, outcome="error")
 
 
 def of_finish(finish: Finish) -> ApiError | None:
@@ -186,9 +257,9 @@ def of_finish(finish: Finish) -> ApiError | None:
             code, param = (fault.code, fault.param) if fault else ("invalid_value", None)
             return ApiError(400, code, message, param=param, outcome="refused")
         case "failed" if fault is not None and fault.code == DEGENERATE:
-            return ApiError(500, DEGENERATE, message, kind="server_error", outcome="failed")
+            return ApiError(500, DEGENERATE, message, outcome="failed")
         case "deadline":
-            return ApiError(504, "engine_timeout", message, kind="server_error", outcome="deadline")
+            return ApiError(504, "engine_timeout", message, outcome="deadline")
         case "shutdown":
             return no_engine("The engine is shutting down; try again shortly.")
         case _:
@@ -210,6 +281,6 @@ def of_http(status: int, method: str, path: str) -> ApiError:
         case 405:
             return ApiError(405, "method_not_allowed", f"Method {method} is not allowed for {path[:200]}.")
         case _ if 400 <= status < 500:
-            return ApiError(status, "invalid_value", "The request is not acceptable.")
+            return ApiError(400, "invalid_value", "The request is not acceptable.")
         case _:
             return internal()

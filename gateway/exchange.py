@@ -320,8 +320,7 @@ class Front:
     async def _serve(self, exchange: Exchange, scope: HTTPScope) -> None:
         try:
             if sum(len(name) + len(value) for name, value in scope["headers"]) > self.options.header_bytes_max:
-                message = f"The request headers are over the limit of {self.options.header_bytes_max} bytes."
-                await respond(exchange, ApiError(431, "request_too_large", message))
+                await respond(exchange, errors.head_too_large(self.options.header_bytes_max))
             elif exchange.method == "OPTIONS" and "access-control-request-method" in exchange.headers:
                 await _answer(exchange.send, HTTPStatus.NO_CONTENT, cors.preflight_headers(exchange.headers), b"")
             else:

@@ -11,6 +11,7 @@ import re
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway import errors
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
 
@@ -44,8 +45,7 @@ def bounded(options: GatewayOptions) -> type[HttpToolsProtocol]:
             if self._in_head:
                 self._head_bytes += len(data)
                 if self._head_bytes > options.header_bytes_max:
-                    message = f"The request headers are over the limit of {options.header_bytes_max} bytes."
-                    self._refuse(ApiError(431, "request_too_large", message))
+                    self._refuse(errors.head_too_large(options.header_bytes_max))
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
