@@ -2,13 +2,14 @@
 From the bytes of a body to a checked request, or to a 400 that names the field.
 
 Order: bytes -> text (UTF-8) -> JSON (strict: no NaN, no duplicate names, bounded depth, no lone surrogates) -> typed
-struct (msgspec) -> rules that types cannot say.
+struct (msgspec) -> rules that types cannot say.  What is accepted is in `gateway.wire`, as types and rules; here is how
+that is checked, and the words for what is not.
 """
 
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Never, TypeVar
 
 import msgspec
@@ -17,21 +18,20 @@ from gateway import errors
 from gateway.errors import ApiError
 from gateway.wire import (
     NEUTRAL,
-    PROMPTS_MAX,
-    TOKENS_MAX_MAX,
-    UNSUPPORTED_CHAT,
-    UNSUPPORTED_COMMON,
-    UNSUPPORTED_COMPLETION,
-    ChatMessage,
+    RULES,
+    TOKEN_ID_KEY,
+    UNSUPPORTED,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Generation,
     Json,
+    Texts,
+    TokenIdLists,
+    TokenIds,
     TokenizeRequest,
 )
 
-STOP_CHARS_MAX = 1024
 FIELD_NAME_CHARS_MAX = 64  # of an unknown field, in the error message
 
 T = TypeVar("T", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
@@ -39,12 +39,9 @@ T = TypeVar("T", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequ
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?$", re.DOTALL)
 _NAMED = re.compile(r"^Object (?P<kind>missing required|contains unknown) field `(?P<name>.*)`$", re.DOTALL)
-_UNSUPPORTED: dict[type, Mapping[str, tuple[Json, ...]]] = {
-    ChatRequest: UNSUPPORTED_CHAT,
-    CompletionRequest: UNSUPPORTED_COMPLETION,
-    TokenizeRequest: {},
-    DetokenizeRequest: {},
-}
+_PART = re.compile(r"(?P<where>messages\[(?P<message>\d+)\]\.content\[(?P<part>\d+)\])(?:\.\w+)?")
+_TOKEN_ID_KEY = re.compile(TOKEN_ID_KEY)
+_INTEGER_MAX = 2.0**64  # beyond it nothing is an integer to us
 
 
 def decode(body: bytes, kind: type[T], *, depth_max: int) -> T:
@@ -56,7 +53,7 @@ def decode(body: bytes, kind: type[T], *, depth_max: int) -> T:
     try:
         request = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise _explain(error, kind) from None
+        raise _about_part(raw, _explain(error, kind)) from None
     _check(request)
     return request
 
@@ -67,7 +64,9 @@ def decode(body: bytes, kind: type[T], *, depth_max: int) -> T:
 def parse_json(body: bytes, *, depth_max: int) -> Json:
     """Strict JSON.  Raises ApiError."""
     try:
-        value: Json = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
+        value: Json = json.loads(
+            body.decode(), object_pairs_hook=_object, parse_float=_number, parse_constant=_refuse_constant
+        )
     except UnicodeDecodeError as error:
         raise errors.invalid(f"The request body is not valid UTF-8 (byte {error.start}).") from None
     except json.JSONDecodeError as error:
@@ -90,6 +89,12 @@ def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
                 raise errors.invalid(f"The name {_shown(name)} appears twice in one object.", _shown(name))
             seen.add(name)
     return value
+
+
+def _number(text: str) -> int | float:
+    """JSON has one kind of number: 1.0 is an integer."""
+    value = float(text)
+    return int(value) if abs(value) < _INTEGER_MAX and value.is_integer() else value
 
 
 def _refuse_constant(name: str) -> Never:
@@ -138,7 +143,7 @@ def _check_text(text: str, path: str) -> None:
 
 def _drop_neutral(raw: dict[str, Json], kind: type) -> dict[str, Json]:
     """The body without those fields that ask for nothing.  Raises ApiError on what is not supported."""
-    unsupported = _UNSUPPORTED[kind]
+    unsupported = UNSUPPORTED.get(kind, {})
     kept: dict[str, Json] = {}
     for name, value in raw.items():
         if name not in unsupported:
@@ -152,11 +157,11 @@ def _same(left: Json, right: Json) -> bool:
     return type(left) is type(right) and left == right  # 0 == False, but only one of them is neutral
 
 
-def _explain(error: msgspec.ValidationError, kind: type) -> ApiError:
-    """msgspec's words as an OpenAI error."""
+def _explain(error: msgspec.ValidationError, kind: type, root: str = "") -> ApiError:
+    """msgspec's words as an OpenAI error, about a request or its field `root`."""
     match = _WHERE.match(str(error))
     assert match is not None, "the pattern matches every text"
-    what, path = match["what"], (match["path"] or "").removeprefix(".")
+    what, path = match["what"], (root + (match["path"] or "")).removeprefix(".")
     named = _NAMED.match(what)
     if named is None:
         path = path.removesuffix("[...]")  # the value of a mapping; its key is not in the message
@@ -167,12 +172,28 @@ def _explain(error: msgspec.ValidationError, kind: type) -> ApiError:
     return errors.unknown(_shown(where), None if path else _nearest(named["name"], kind))
 
 
+def _about_part(raw: dict[str, Json], error: ApiError) -> ApiError:
+    """Of a part of a message that is no text, that it is none, whichever of its fields came first."""
+    found = _PART.fullmatch(error.param or "")
+    messages = raw.get("messages")
+    if found is None or not isinstance(messages, list):
+        return error
+    message = messages[int(found["message"])]
+    parts = message.get("content") if isinstance(message, dict) else None
+    part = parts[int(found["part"])] if isinstance(parts, list) else None
+    kind = part.get("type", "text") if isinstance(part, dict) else "text"
+    if kind == "text":
+        return error
+    shown = repr(_shown(kind)) if isinstance(kind, str) else "this type"
+    return errors.invalid(f"Content parts must be text; {shown} is not supported.", f"{found['where']}.type")
+
+
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:].replace("`", "")
 
 
 def _nearest(name: str, kind: type) -> str | None:
-    known = [field.name for field in msgspec.structs.fields(kind)] + list(_UNSUPPORTED[kind])
+    known = [field.name for field in msgspec.structs.fields(kind)] + list(UNSUPPORTED.get(kind, {}))
     found = difflib.get_close_matches(name[:FIELD_NAME_CHARS_MAX], known, n=1, cutoff=0.6)
     return found[0] if found else None
 
@@ -180,63 +201,14 @@ def _nearest(name: str, kind: type) -> str | None:
 # ---- rules
 
 
-def _check(request: ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest) -> None:
-    match request:
-        case ChatRequest():
-            check_messages(request.messages)
-            _check_generation(request)
-            if request.top_logprobs is not None and not request.logprobs:
-                raise errors.invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-        case CompletionRequest():
-            _check_generation(request)
-            if request.echo and request.logprobs is not None:
-                raise errors.unsupported("echo", "together with 'logprobs' it needs logprobs of the prompt")
-        case TokenizeRequest():
-            check_messages(request.messages or [])
-        case DetokenizeRequest():
-            pass
-
-
-def check_messages(messages: list[ChatMessage]) -> None:
-    """What a role may and must carry."""
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if isinstance(message.content, list):
-            _check_parts(message.content, where)
-        if message.content is None and not (message.role == "assistant" and message.tool_calls):
-            raise errors.invalid(f"A {message.role} message needs content.", f"{where}.content")
-        if message.tool_calls and message.role != "assistant":
-            raise errors.invalid("Only assistant messages carry tool calls.", f"{where}.tool_calls")
-        if message.tool_call_id is not None and message.role != "tool":
-            raise errors.invalid("Only tool messages carry a tool call id.", f"{where}.tool_call_id")
-
-
-def _check_parts(parts: list[dict[str, object]], where: str) -> None:
-    if not parts:
-        raise errors.invalid("A list of content parts must not be empty.", f"{where}.content")
-    for index, part in enumerate(parts):
-        here = f"{where}.content[{index}]"
-        kind = part.get("type")
-        if kind is None:
-            raise errors.missing(f"{here}.type")
-        if kind != "text":
-            shown = _shown(kind) if isinstance(kind, str) else "this type"
-            raise errors.invalid(f"Content parts must be text; {shown!r} is not supported.", f"{here}.type")
-        if not isinstance(part.get("text"), str):
-            raise errors.invalid("A text part needs a string.", f"{here}.text")
-        for name in part:
-            if name not in ("type", "text"):
-                raise errors.unknown(f"{here}.{_shown(name)}", None)
-
-
-def _check_generation(request: Generation) -> None:
-    if request.stream_options is not None and not request.stream:
-        raise errors.invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    for index, stop in enumerate(stops):
-        where = "stop" if isinstance(request.stop, str) else f"stop[{index}]"
-        if not 0 < len(stop) <= STOP_CHARS_MAX:
-            raise errors.invalid(f"A stop string has 1 to {STOP_CHARS_MAX} characters.", where)
+def _check(request: msgspec.Struct, where: str = "") -> None:
+    for kind in type(request).__mro__:
+        for rule in RULES.get(kind, ()):
+            if not rule.kept(request):
+                raise errors.invalid(rule.message, where + rule.field)
+    if isinstance(request, ChatRequest | TokenizeRequest):
+        for index, message in enumerate(request.messages or ()):
+            _check(message, f"messages[{index}].")
 
 
 def token_biases(request: Generation, vocab_size: int) -> dict[int, float]:
@@ -244,7 +216,7 @@ def token_biases(request: Generation, vocab_size: int) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, bias in (request.logit_bias or {}).items():
         where = f"logit_bias.{_shown(key)}"
-        if not key.isascii() or not key.isdigit() or len(key) > 10:
+        if not _TOKEN_ID_KEY.fullmatch(key):
             raise errors.invalid("The keys of 'logit_bias' must be token ids.", where)
         if int(key) >= vocab_size:
             raise errors.invalid(f"Token id {int(key)} is outside the vocabulary of {vocab_size}.", where)
@@ -265,33 +237,12 @@ def split_prompts(prompt: str | list[object]) -> list[str | list[int]]:
     """The prompts of a completion, each as text or as ids.  Raises ApiError."""
     if isinstance(prompt, str):
         return [prompt]
-    if not prompt:
-        raise errors.invalid("The prompt is empty.", "prompt")
-    if _is_id(prompt[0]):
-        return [_ids(prompt, "prompt")]
-    if len(prompt) > PROMPTS_MAX:
-        raise errors.invalid(f"At most {PROMPTS_MAX} prompts are allowed in one request.", "prompt")
-    texts: list[str | list[int]] = []
-    for index, one in enumerate(prompt):
-        if isinstance(one, str) and isinstance(prompt[0], str):
-            texts.append(one)
-        elif isinstance(one, list) and isinstance(prompt[0], list):
-            texts.append(_ids(one, f"prompt[{index}]"))
-        else:
-            message = "A prompt is a string, a list of strings, a list of token ids or a list of lists of token ids."
-            raise errors.invalid(message, f"prompt[{index}]")
-    return texts
-
-
-def _ids(values: list[object], where: str) -> list[int]:
-    for index, value in enumerate(values):
-        if not _is_id(value):
-            raise errors.invalid(f"A token id is an integer of 0 to {TOKENS_MAX_MAX}.", f"{where}[{index}]")
-    return [value for value in values if isinstance(value, int)]
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= TOKENS_MAX_MAX
-
-
-assert UNSUPPORTED_COMMON.keys() <= UNSUPPORTED_CHAT.keys()
+    first = prompt[0] if prompt else ""
+    try:
+        if isinstance(first, str):
+            return [*msgspec.convert(prompt, Texts)]
+        if isinstance(first, list):
+            return [*msgspec.convert(prompt, TokenIdLists)]
+        return [msgspec.convert(prompt, TokenIds)]
+    except msgspec.ValidationError as error:
+        raise _explain(error, CompletionRequest, "prompt") from None

@@ -20,9 +20,9 @@ from gateway.exchange import Exchange
 from gateway.generate import Asked, Generation, parameters, plan, weight_attributes
 from gateway.siblings import Siblings
 from gateway.stream import ChatWriter, CompletionWriter, Writer
-from gateway.template import RESERVED, TemplateError
+from gateway.template import TemplateError
 from gateway.tokens import ModelText
-from gateway.wire import ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, Json, TokenizeRequest
+from gateway.wire import RESERVED, ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, Json, TokenizeRequest
 from telemetry import clock
 from telemetry.hub import Hub
 
@@ -116,8 +116,6 @@ class Gateway:
         """POST /tokenize.  Raises ApiError."""
         asked = await self._read(exchange, TokenizeRequest)
         self._check_model(exchange, asked.model)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise errors.invalid("Either 'prompt' or 'messages' is needed.", "prompt")
         if asked.messages is not None:
             wanted = asked.add_generation_prompt is not False
             tokens = await self._chat_tokens(asked.messages, asked.chat_template_kwargs, add_generation_prompt=wanted)
@@ -156,8 +154,6 @@ class Gateway:
         live.stream = bool(asked.stream)
         live.choices = asked.n or 1
         live.parameters = parameters(asked)
-        if isinstance(asked, ChatRequest) and len(asked.messages) > self.options.messages_max:
-            raise errors.invalid(f"At most {self.options.messages_max} messages are allowed.", "messages")
         if self.draining:
             raise errors.draining()
 
@@ -172,10 +168,11 @@ class Gateway:
     async def _chat_tokens(
         self, messages: Sequence[ChatMessage], extra: dict[str, object] | None, *, add_generation_prompt: bool = True
     ) -> list[int]:
-        taken = RESERVED & (extra or {}).keys()
-        if taken:
-            name = min(taken)
-            raise errors.invalid(f"'{name}' is set by the server.", f"chat_template_kwargs.{name}")
+        if len(messages) > self.options.messages_max:
+            raise errors.invalid(f"At most {self.options.messages_max} messages are allowed.", "messages")
+        for name in extra or ():
+            if name in RESERVED:
+                raise errors.invalid(f"'{name}' is set by the server.", f"chat_template_kwargs.{name}")
         try:
             prompt = await self.text.render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
         except TemplateError as error:

@@ -19,9 +19,6 @@ from gateway.wire import ChatMessage, Json
 
 PROMPT_CHARS_MAX = 32 * 1024 * 1024
 
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
-"""Names that a client's `chat_template_kwargs` must not replace."""
-
 
 class TemplateError(Exception):
     """The template cannot make a prompt of these messages; the text is fit for the client."""
@@ -66,7 +63,7 @@ def template_message(message: ChatMessage) -> dict[str, object]:
     """A message as templates expect it: text content, `developer` as `system`, absent fields left out."""
     content = message.content
     if isinstance(content, list):
-        content = "\n".join(str(part["text"]) for part in content)
+        content = "\n".join(part.text for part in content)
     shown: dict[str, object] = {"role": "system" if message.role == "developer" else message.role, "content": content}
     if message.name is not None:
         shown["name"] = message.name

@@ -138,7 +138,7 @@ def _chars(messages: Sequence[ChatMessage]) -> int:
     chars = 0
     for message in messages:
         content = message.content or ""
-        chars += len(content) if isinstance(content, str) else sum(len(str(part["text"])) for part in content)
+        chars += len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
     return chars
 
 

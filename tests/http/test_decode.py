@@ -106,6 +106,10 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
         "messages[0].content[1].type",
     ),
     (
+        {"messages": [{"role": "user", "content": [{"image_url": {"url": "x"}, "type": "image_url"}]}]},
+        "messages[0].content[0].type",
+    ),
+    (
         {"messages": [{**USER, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": ""}}]}]},
         "messages[0].tool_calls",
     ),
@@ -131,6 +135,8 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"seed": 2**63}, "seed"),
     ({"seed": -(2**63) - 1}, "seed"),
     ({"seed": 1.5}, "seed"),
+    ({"seed": 1e19}, "seed"),
+    ({"n": 1e300}, "n"),
     ({"logit_bias": {"1": 101}}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
@@ -205,6 +211,8 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param:
         {"seed": -(2**63)},
         {"seed": 2**63 - 1},
         {"temperature": 0, "top_p": 1, "min_p": 0, "top_k": -1},
+        {"max_tokens": 16.0, "n": 1.0, "seed": -1e18, "top_k": -0.0},
+        {"logit_bias": {"7": 1e2}},
         {"service_tier": "flex"},
         {
             "messages": [
@@ -254,6 +262,19 @@ def test_max_completion_tokens_wins() -> None:
     assert asked.tokens_max == 5
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": [USER]}, "prompt"),
+        ({"prompt": None, "messages": None}, "prompt"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ],
+)
+def test_what_is_tokenized_is_one_thing(body: dict[str, Json], param: str) -> None:
+    assert refused(json.dumps(body).encode(), TokenizeRequest).param == param
+
+
 def test_echo_with_logprobs_is_refused() -> None:
     body = json.dumps({"model": "m", "prompt": "a", "echo": True, "logprobs": 1}).encode()
     assert refused(body, CompletionRequest).param == "echo"
@@ -274,6 +295,8 @@ def test_echo_with_logprobs_is_refused() -> None:
         ([[1], "a"], "prompt[1]"),
         (["a"] * 65, "prompt"),
         ([None], "prompt[0]"),
+        ([[1], []], "prompt[1]"),
+        ([1] * 3 + [{}], "prompt[3]"),
     ],
 )
 def test_prompts_of_the_wrong_shape(prompt: list[object], param: str) -> None:
@@ -287,7 +310,6 @@ def test_prompts_of_every_shape() -> None:
     assert split_prompts(["a", "b"]) == ["a", "b"]
     assert split_prompts([1, 2]) == [[1, 2]]
     assert split_prompts([[1], [2, 3]]) == [[1], [2, 3]]
-    assert split_prompts([[]]) == [[]]
 
 
 @pytest.mark.parametrize("key", ["500", "x", "-1", "1.5", "", "٣", "9" * 30, " 1"])

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from gateway.template import ChatTemplate, TemplateError
 from gateway.tokens import ModelText, load
 from gateway.vocabulary import VocabularyError
-from gateway.wire import ChatMessage
+from gateway.wire import ChatMessage, TextPart
 from tests.http.model_files import TEMPLATE
 
 NASTY = [
@@ -143,7 +143,7 @@ class TestTemplate:
     def test_developers_parts_and_calls(self) -> None:
         template = ChatTemplate("{% for m in messages %}{{ m | tojson(sort_keys=true) }}\n{% endfor %}", {})
         messages = [
-            ChatMessage(role="developer", content=[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+            ChatMessage(role="developer", content=[TextPart("text", "a"), TextPart("text", "b")]),
             ChatMessage(role="user", content="x", name="ada"),
         ]
         assert template.render(messages).splitlines() == [
