@@ -19,6 +19,7 @@ import structlog
 
 from engine.api import GenerateRequest, Hello, Sampling, WeightFacts
 from gateway import errors
+from gateway.answers import FinishReason
 from gateway.calls import Call
 from gateway.config import GatewayOptions
 from gateway.decode import token_biases
@@ -170,12 +171,8 @@ class _Running:
     def __init__(self, call: Call, text: TextStream) -> None:
         self.call = call
         self.text = text
-        self.finish_reason = ""
-
-    @property
-    def done(self) -> bool:
-        """Whether its last word is said."""
-        return bool(self.finish_reason)
+        self.finish_reason: FinishReason = "stop"
+        self.done = False  # its last word is said, and that is its reason
 
     def read(self) -> Piece:
         """All that became certain since the last time.  Raises ApiError when the sequence failed."""
@@ -194,6 +191,7 @@ class _Running:
             self.raise_failure()
             _join(piece, self.text.finish())
         self.finish_reason = "length" if finish.reason == "length" and not self.text.stopped else "stop"
+        self.done = True
         return piece
 
     def raise_failure(self) -> None:

@@ -2,7 +2,6 @@
 URLs and methods.  All decisions are in `gateway.service`; here is only what HTTP needs.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -33,9 +32,9 @@ AnyConnection = ASGIConnection[Any, Any, Any, Any]  # Any: as litestar's own typ
 AnyRequest = Request[object, object, State]
 
 
-def json_response(value: Json, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response[bytes]:
+def json_response(value: Json | msgspec.Struct, *, status: int = 200) -> Response[bytes]:
     """A value as JSON."""
-    return Response(msgspec.json.encode(value), media_type=_JSON, status_code=status, headers=dict(headers or {}))
+    return Response(msgspec.json.encode(value), media_type=_JSON, status_code=status)
 
 
 def _reply(answer: Answer) -> Reply:

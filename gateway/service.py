@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from engine.api import Hello
 from gateway import errors
 from gateway.admission import Admission, Ticket
+from gateway.answers import Detokenized, Tokenized
 from gateway.backend import Backend
 from gateway.config import GatewayOptions
 from gateway.decode import T, check_token_ids, decode, split_prompts
@@ -82,7 +83,6 @@ class Gateway:
             created=int(time.time()),
             model=self.options.model_name,
             fingerprint=hello.fingerprint,
-            stream=bool(asked.stream),
             logprobs=asked.logprobs_top is not None,
         )
         return headers, await self._answer(exchange, asked, generation, writer)
@@ -112,7 +112,7 @@ class Gateway:
         )
         return headers, await self._answer(exchange, asked, generation, writer)
 
-    async def tokenize(self, exchange: Exchange) -> dict[str, Json]:
+    async def tokenize(self, exchange: Exchange) -> Tokenized:
         """POST /tokenize.  Raises ApiError."""
         asked = await self._read(exchange, TokenizeRequest)
         self._check_model(exchange, asked.model)
@@ -123,14 +123,14 @@ class Gateway:
             special = asked.add_special_tokens is not False
             tokens = await self.text.encode(asked.prompt or "", add_special_tokens=special)
         context_max = min((hello.context_max for hello in self.backend.hellos()), default=None)
-        return {"count": len(tokens), "max_model_len": context_max, "tokens": list(tokens)}
+        return Tokenized(len(tokens), context_max, tokens)
 
-    async def detokenize(self, exchange: Exchange) -> dict[str, Json]:
+    async def detokenize(self, exchange: Exchange) -> Detokenized:
         """POST /detokenize.  Raises ApiError."""
         asked = await self._read(exchange, DetokenizeRequest)
         self._check_model(exchange, asked.model)
         check_token_ids(asked.tokens, self._vocab_size(), "tokens")
-        return {"prompt": self.text.decode(asked.tokens)}
+        return Detokenized(self.text.decode(asked.tokens))
 
     # ---- the way of a request
 

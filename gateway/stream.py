@@ -11,16 +11,31 @@ from typing import Protocol
 import msgspec
 
 from engine.api import TokenLogprobs
+from gateway.answers import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChosenLogprob,
+    Completion,
+    CompletionChunk,
+    FinishReason,
+    PromptDetails,
+    TextChoice,
+    TextLogprobs,
+    TokenLogprob,
+    Usage,
+)
 from gateway.text import Entry, Piece
 from gateway.tokens import ModelText
-from gateway.wire import Json
 
 DONE = b"data: [DONE]\n\n"
 LOGPROB_MIN = -9999.0  # -inf is not JSON
 
 _encode = msgspec.json.Encoder().encode
-
-JsonObject = dict[str, Json]
 
 
 def event(data: bytes) -> bytes:
@@ -35,14 +50,9 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     cached: int
     output: int
 
-    def json(self) -> JsonObject:
-        """The usage object."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.output,
-            "total_tokens": self.prompt + self.output,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
+    def usage(self) -> Usage:
+        """As the client sees it."""
+        return Usage(self.prompt, self.output, self.prompt + self.output, PromptDetails(self.cached))
 
 
 class Choice:
@@ -53,7 +63,7 @@ class Choice:
     def __init__(self) -> None:
         self.text: list[str] = []
         self.entries: list[Entry] = []
-        self.finish_reason = ""
+        self.finish_reason: FinishReason = "stop"
 
     def add(self, piece: Piece) -> None:
         """More text and its tokens."""
@@ -71,7 +81,7 @@ class Writer(Protocol):
     def delta(self, index: int, piece: Piece) -> bytes:
         """More of a choice."""
 
-    def ending(self, index: int, finish_reason: str) -> bytes:
+    def ending(self, index: int, finish_reason: FinishReason) -> bytes:
         """The last event of a choice."""
 
     def usage(self, tokens: Tokens) -> bytes:
@@ -81,96 +91,92 @@ class Writer(Protocol):
         """The answer that is not a stream."""
 
 
-class _Envelope:
-    """What chat and completions share: the constants around `choices`."""
+class _Chunks:
+    """
+    The chunks of one stream: what they have in common is encoded once.
 
-    def __init__(self, kind: str, *, request_id: str, created: int, model: str, fingerprint: str) -> None:
-        self._head: JsonObject = {
-            "id": request_id,
-            "object": kind,
-            "created": created,
-            "model": model,
-            "system_fingerprint": fingerprint,
-        }
-        self._start = _encode(self._head)[:-1] + b',"choices":['
+    `empty` has neither choices nor usage, so that its JSON ends where the first choice would begin.
+    """
 
-    def chunk(self, choice: JsonObject) -> bytes:
-        return b"data: " + self._start + _encode(choice) + b"]}\n\n"
+    def __init__(self, empty: ChatChunk | CompletionChunk) -> None:
+        self._empty = empty
+        self._start = b"data: " + _encode(empty).removesuffix(b"]}")
+
+    def chunk(self, choice: ChatChunkChoice | TextChoice) -> bytes:
+        return self._start + _encode(choice) + b"]}\n\n"
 
     def usage(self, tokens: Tokens) -> bytes:
-        return b"data: " + self._start + b'],"usage":' + _encode(tokens.json()) + b"}\n\n"
-
-    def whole(self, choices: list[Json], tokens: Tokens) -> bytes:
-        return _encode({**self._head, "choices": choices, "usage": tokens.json()})
+        return event(_encode(msgspec.structs.replace(self._empty, usage=tokens.usage())))
 
 
 class ChatWriter:
     """Implements `Writer` for /v1/chat/completions."""
 
     def __init__(
-        self,
-        text: ModelText,
-        *,
-        request_id: str,
-        created: int,
-        model: str,
-        fingerprint: str,
-        stream: bool,
-        logprobs: bool,
+        self, text: ModelText, *, request_id: str, created: int, model: str, fingerprint: str, logprobs: bool
     ) -> None:
-        kind = "chat.completion.chunk" if stream else "chat.completion"
-        self._envelope = _Envelope(kind, request_id=request_id, created=created, model=model, fingerprint=fingerprint)
+        self._head = ChatChunk(id=request_id, created=created, model=model, system_fingerprint=fingerprint, choices=[])
+        self._chunks = _Chunks(self._head)
         self._text = text
         self._logprobs = logprobs
 
     def opening(self, index: int) -> bytes:
         """The role, once."""
-        return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+        return self._chunk(index, ChatDelta("assistant", ""))
 
     def delta(self, index: int, piece: Piece) -> bytes:
         """Text, with the tokens that became certain with it."""
         if not piece.text and not (self._logprobs and piece.entries):
             return b""
         logprobs = self._content(piece.entries) if self._logprobs and piece.entries else None
-        return self._chunk(index, {"content": piece.text}, logprobs, None)
+        return self._chunk(index, ChatDelta(content=piece.text), logprobs)
 
-    def ending(self, index: int, finish_reason: str) -> bytes:
+    def ending(self, index: int, finish_reason: FinishReason) -> bytes:
         """An empty delta and the reason."""
-        return self._chunk(index, {}, None, finish_reason)
+        return self._chunk(index, ChatDelta(), None, finish_reason)
 
     def usage(self, tokens: Tokens) -> bytes:
         """No choices, only the bill."""
-        return self._envelope.usage(tokens)
+        return self._chunks.usage(tokens)
 
     def whole(self, choices: Sequence[Choice], tokens: Tokens) -> bytes:
         """A chat.completion object."""
-        shown: list[Json] = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        return self._envelope.whole(shown, tokens)
-
-    def _choice(self, index: int, choice: Choice) -> JsonObject:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-            "logprobs": self._content(choice.entries) if self._logprobs else None,
-            "finish_reason": choice.finish_reason,
-        }
-
-    def _chunk(self, index: int, delta: JsonObject, logprobs: JsonObject | None, finish_reason: str | None) -> bytes:
-        return self._envelope.chunk(
-            {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        head = self._head
+        return _encode(
+            ChatCompletion(
+                id=head.id,
+                created=head.created,
+                model=head.model,
+                system_fingerprint=head.system_fingerprint,
+                choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
+                usage=tokens.usage(),
+            )
         )
 
-    def _content(self, entries: Sequence[Entry]) -> JsonObject:
-        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
+    def _choice(self, index: int, choice: Choice) -> ChatChoice:
+        message = AssistantMessage(content="".join(choice.text))
+        logprobs = self._content(choice.entries) if self._logprobs else None
+        return ChatChoice(index, message, logprobs, choice.finish_reason)
 
-    def _entry(self, entry: Entry) -> Json:
+    def _chunk(
+        self,
+        index: int,
+        delta: ChatDelta,
+        logprobs: ChatLogprobs | None = None,
+        finish_reason: FinishReason | None = None,
+    ) -> bytes:
+        return self._chunks.chunk(ChatChunkChoice(index, delta, logprobs, finish_reason))
+
+    def _content(self, entries: Sequence[Entry]) -> ChatLogprobs:
+        return ChatLogprobs([self._entry(entry) for entry in entries])
+
+    def _entry(self, entry: Entry) -> ChosenLogprob:
         logprobs = entry.logprobs or TokenLogprobs(LOGPROB_MIN)
-        top: list[Json] = [self._token(token, logprob) for token, logprob in logprobs.top]
-        return {**self._token(entry.token, logprobs.logprob), "top_logprobs": top}
+        top = [TokenLogprob(*self._token(token, logprob)) for token, logprob in logprobs.top]
+        return ChosenLogprob(*self._token(entry.token, logprobs.logprob), top)
 
-    def _token(self, token: int, logprob: float) -> JsonObject:
-        piece = self._text.piece(token)
-        return {"token": self._text.token_text(token), "logprob": finite(logprob), "bytes": list(piece)}
+    def _token(self, token: int, logprob: float) -> tuple[str, float, list[int]]:
+        return self._text.token_text(token), finite(logprob), list(self._text.piece(token))
 
 
 class CompletionWriter:
@@ -187,58 +193,63 @@ class CompletionWriter:
         logprobs: bool,
         echoes: Sequence[str],
     ) -> None:
-        self._envelope = _Envelope(
-            "text_completion", request_id=request_id, created=created, model=model, fingerprint=fingerprint
+        self._head = CompletionChunk(
+            id=request_id, created=created, model=model, system_fingerprint=fingerprint, choices=[]
         )
+        self._chunks = _Chunks(self._head)
         self._text = text
         self._logprobs = logprobs
         self._echoes = echoes
 
     def opening(self, index: int) -> bytes:
         """The prompt, where it is to be repeated."""
-        return self._chunk(index, self._echoes[index], None, None) if self._echoes[index] else b""
+        return self._chunks.chunk(TextChoice(index, self._echoes[index], None, None)) if self._echoes[index] else b""
 
     def delta(self, index: int, piece: Piece) -> bytes:
         """Text, with the tokens that became certain with it."""
         if not piece.text and not (self._logprobs and piece.entries):
             return b""
-        return self._chunk(index, piece.text, self._lists(piece.entries), None)
+        return self._chunks.chunk(TextChoice(index, piece.text, self._lists(piece.entries), None))
 
-    def ending(self, index: int, finish_reason: str) -> bytes:
+    def ending(self, index: int, finish_reason: FinishReason) -> bytes:
         """No more text, and the reason."""
-        return self._chunk(index, "", None, finish_reason)
+        return self._chunks.chunk(TextChoice(index, "", None, finish_reason))
 
     def usage(self, tokens: Tokens) -> bytes:
         """No choices, only the bill."""
-        return self._envelope.usage(tokens)
+        return self._chunks.usage(tokens)
 
     def whole(self, choices: Sequence[Choice], tokens: Tokens) -> bytes:
         """A text_completion object."""
-        shown: list[Json] = []
-        for index, choice in enumerate(choices):
-            text = self._echoes[index] + "".join(choice.text)
-            shown.append(self._choice(index, text, self._lists(choice.entries), choice.finish_reason))
-        return self._envelope.whole(shown, tokens)
+        head = self._head
+        return _encode(
+            Completion(
+                id=head.id,
+                created=head.created,
+                model=head.model,
+                system_fingerprint=head.system_fingerprint,
+                choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
+                usage=tokens.usage(),
+            )
+        )
 
-    def _chunk(self, index: int, text: str, logprobs: JsonObject | None, finish_reason: str | None) -> bytes:
-        return self._envelope.chunk(self._choice(index, text, logprobs, finish_reason))
+    def _choice(self, index: int, choice: Choice) -> TextChoice:
+        text = self._echoes[index] + "".join(choice.text)
+        return TextChoice(index, text, self._lists(choice.entries), choice.finish_reason)
 
-    def _choice(self, index: int, text: str, logprobs: JsonObject | None, finish_reason: str | None) -> JsonObject:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-
-    def _lists(self, entries: Sequence[Entry]) -> JsonObject | None:
+    def _lists(self, entries: Sequence[Entry]) -> TextLogprobs | None:
         """The legacy format: parallel lists, and alternatives by text (of two that look alike, the likelier one)."""
         if not self._logprobs:
             return None
         known = [entry.logprobs or TokenLogprobs(LOGPROB_MIN) for entry in entries]
-        return {
-            "tokens": [self._text.token_text(entry.token) for entry in entries],
-            "token_logprobs": [finite(one.logprob) for one in known],
-            "top_logprobs": [
+        return TextLogprobs(
+            tokens=[self._text.token_text(entry.token) for entry in entries],
+            token_logprobs=[finite(one.logprob) for one in known],
+            top_logprobs=[
                 {self._text.token_text(token): finite(logprob) for token, logprob in reversed(one.top)} for one in known
             ],
-            "text_offset": [entry.offset for entry in entries],
-        }
+            text_offset=[entry.offset for entry in entries],
+        )
 
 
 def finite(logprob: float) -> float:
