@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 
+import msgspec
 from litestar import Litestar
 from litestar.datastructures import State
 from litestar.di import Provide
@@ -16,7 +17,9 @@ from gateway.backend import Backend
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
 from gateway.exchange import Exchange, Front
-from gateway.routes import HANDLERS, on_api_error, on_crash, on_http_error, provide_exchange, provide_gateway
+from gateway.generate import SEQUENCES_MAX
+from gateway.openapi import Schema, document
+from gateway.routes import HANDLERS, on_api_error, on_crash, on_http_error, provide_exchange, provide_gateway, routes
 from gateway.service import Gateway
 from gateway.siblings import Siblings
 from gateway.tokens import ModelText
@@ -48,7 +51,7 @@ class Application:
             },
             exception_handlers={ApiError: on_api_error, HTTPException: on_http_error, Exception: on_crash},
             lifespan=[self._lifespan],
-            state=State({"gateway": self.gateway}),
+            state=State({"gateway": self.gateway, "document": msgspec.json.encode(self.document())}),
             openapi_config=None,
             logging_config=None,
             request_max_body_size=None,  # Exchange.read_body has the limit.
@@ -56,6 +59,10 @@ class Application:
             signature_types=[Gateway, Exchange],
         )
         self.front = Front(litestar, options, self.hub, self.backend.knows, on_closed=self.gateway.finished)
+
+    def document(self) -> Schema:
+        """What the interface is."""
+        return document(routes(), self.options, version=_version(), sequences_max=SEQUENCES_MAX)
 
     @asynccontextmanager
     async def _lifespan(self, _: Litestar) -> AsyncIterator[None]:

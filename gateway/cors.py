@@ -4,11 +4,9 @@ What browsers must be told: who may call, with what, and which headers of an ans
 
 from collections.abc import Mapping
 
-_EXPOSED = (
-    "x-request-id, x-pellucid-overhead-ms, x-pellucid-degraded, server-timing, retry-after, retry-after-ms, "
-    "x-should-retry, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
-    "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
-)
+from gateway import headers
+
+_EXPOSED = ", ".join(header.name for header in headers.TABLE)
 _METHODS = "GET, POST, OPTIONS"
 _PREFLIGHT_AGE_S = 600
 

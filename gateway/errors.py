@@ -40,6 +40,7 @@ class Row(msgspec.Struct, frozen=True):
     """The usual one first."""
     headers: tuple[str, ...] = ()
     """Those that it always has, beside those of every response."""
+    headers_sometimes: tuple[str, ...] = ()
 
 
 TABLE = (
@@ -55,8 +56,16 @@ TABLE = (
     Row(408, "request_timeout", "The body did not arrive in time.", ("body",), ("timeout_error",)),
     Row(413, "request_too_large", "The body is over the limit.", ("body",)),
     Row(415, "unsupported_media_type", "The content type is not JSON.", ("body",)),
-    Row(429, "rate_limit_exceeded", "A limit is reached; wait.", ("generation",), ("requests", "tokens")),
-    Row(429, "insufficient_quota", "Waiting does not help, or not today.", ("generation",), ("insufficient_quota",)),
+    Row(429, "rate_limit_exceeded", "A limit is reached; wait.", ("generation",), ("requests", "tokens"), _AFTER),
+    Row(
+        429,
+        "insufficient_quota",
+        "Waiting does not help, or not today.",
+        ("generation",),
+        ("insufficient_quota",),
+        ("x-should-retry",),
+        _AFTER,
+    ),
     Row(431, "request_too_large", "The headers are over the limit.", ("every",)),
     Row(500, "internal_error", "A fault of ours.", ("every",), (SERVER,)),
     Row(500, DEGENERATE, "The model's numbers are none, or one token repeats.", ("generation",), (SERVER,)),

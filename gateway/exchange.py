@@ -17,7 +17,7 @@ import structlog
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, ReceiveMessage, Scope, Send
 
-from gateway import cors, errors
+from gateway import cors, errors, headers
 from gateway.admission import Ticket
 from gateway.book import Book
 from gateway.calls import Call, Flight
@@ -89,7 +89,8 @@ class Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             more = [(name.encode(), value.encode("latin-1")) for name, value in self.ticket.headers.items()]
-            message["headers"] = [*message["headers"], *self._response_headers, *more]
+            own = headers.missing(message["headers"])
+            message["headers"] = [*message["headers"], *self._response_headers, *more, *own]
         self.settle()
         began_ns = clock.now_ns()
         others_ran = asyncio.Event()  # A write that need not wait for the client does not let go of the event loop.

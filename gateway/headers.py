@@ -4,11 +4,12 @@ The headers of answers: what they mean, who gets them, and those that every answ
 `gateway.cors` tells browsers that they may read them, and `gateway.openapi` what is in them.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 
-Kind = Literal["every", "limited", "generation", "error"]
+Kind = Literal["every", "key", "limited", "generation", "error"]
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -17,7 +18,7 @@ class Header(msgspec.Struct, frozen=True):
     name: str
     meaning: str
     kind: Kind
-    """On every answer; where something may be limited; where something was generated; as the table of errors says."""
+    """On all answers; where a key is asked for; where limits hold; on what is generated; as the errors' table says."""
     pattern: str = ""
 
 
@@ -25,7 +26,7 @@ TABLE = (
     Header("x-request-id", "Names the request: the client's own id if it is fit and free, else a new one.", "every"),
     Header("x-pellucid-overhead-ms", "The gateway's own time before the engine had the request.", "generation"),
     Header("server-timing", "The phases up to the engine's acceptance.", "generation"),
-    Header("x-pellucid-degraded", "`limits`: the server that keeps them is away.", "limited"),
+    Header("x-pellucid-degraded", "`limits`: the server that keeps them is away.", "key"),
     Header("x-ratelimit-limit-requests", "Of the level that is tightest, a minute.", "limited", r"^\d+$"),
     Header("x-ratelimit-remaining-requests", "What is left.", "limited", r"^\d+$"),
     Header("x-ratelimit-reset-requests", "Until all is there again: `12ms`, `6m0s`.", "limited"),
@@ -46,3 +47,10 @@ SECURITY = {
     "cache-control": "no-store",
 }
 """On every answer that does not say otherwise: nothing here is a page, or to be kept by anybody in between."""
+_SECURITY = [(name.encode(), value.encode()) for name, value in SECURITY.items()]
+
+
+def missing(given: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Those of `SECURITY` that an answer with these headers does not have yet; ASGI's names are in lower case."""
+    names = {name for name, _ in given}
+    return [(name, value) for name, value in _SECURITY if name not in names]

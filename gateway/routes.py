@@ -1,7 +1,9 @@
 """
-URLs and methods.  All decisions are in `gateway.service`; here is only what HTTP needs.
+URLs and methods.  All decisions are in `gateway.service`; here is only what HTTP needs, and what the
+document says of it.
 """
 
+import inspect
 from typing import Any
 
 import msgspec
@@ -17,10 +19,27 @@ from litestar.response import Stream
 from litestar.types import Scope
 
 from gateway import errors
-from gateway.errors import ApiError
+from gateway.answers import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    DebugKv,
+    DebugRequest,
+    DebugRequests,
+    DebugSteps,
+    Detokenized,
+    Health,
+    Model,
+    Models,
+    Ready,
+    Tokenized,
+)
+from gateway.errors import ApiError, Where
 from gateway.exchange import Exchange, exchange_of
+from gateway.openapi import Operation, Route
 from gateway.service import Answer, Gateway
-from gateway.wire import Json
+from gateway.wire import ChatRequest, CompletionRequest, DetokenizeRequest, Json, TokenizeRequest
 
 _log = structlog.get_logger("pellucid.gateway")
 
@@ -44,42 +63,83 @@ def _reply(answer: Answer) -> Reply:
     return Stream(body, media_type="text/event-stream", headers={**headers, **_STREAM_HEADERS}, status_code=200)
 
 
+_OPERATION = "operation"
+
+
+def routes() -> list[Route]:
+    """All handlers, for the document."""
+    return [
+        Route(path, method, handler.handler_name, inspect.getdoc(handler.fn) or "", handler.opt[_OPERATION])
+        for handler in HANDLERS
+        for path in sorted(handler.paths)
+        for method in sorted(handler.http_methods)
+    ]
+
+
 async def authenticated(connection: AnyConnection, _: BaseRouteHandler) -> None:
     """A guard: a key, where keys are needed.  It comes before the body is read."""
     await provide_gateway(connection.app.state).authenticate(exchange_of(connection.scope))
 
 
-@post("/v1/chat/completions", guards=[authenticated], status_code=200)
+_TEXT: tuple[Where, ...] = ("body", "key", "model")
+_GENERATION: tuple[Where, ...] = (*_TEXT, "generation")
+
+
+@post(
+    "/v1/chat/completions",
+    guards=[authenticated],
+    status_code=200,
+    opt={_OPERATION: Operation(answer=ChatCompletion, body=ChatRequest, events=ChatChunk, fails=_GENERATION)},
+)
 async def chat_completions(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Reply:
     """Answer a conversation."""
     return _reply(await gateway.chat(exchange))
 
 
-@post("/v1/completions", guards=[authenticated], status_code=200)
+@post(
+    "/v1/completions",
+    guards=[authenticated],
+    status_code=200,
+    opt={_OPERATION: Operation(answer=Completion, body=CompletionRequest, events=CompletionChunk, fails=_GENERATION)},
+)
 async def completions(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Reply:
     """Continue a text."""
     return _reply(await gateway.complete(exchange))
 
 
-@post("/tokenize", guards=[authenticated], status_code=200)
+@post(
+    "/tokenize",
+    guards=[authenticated],
+    status_code=200,
+    opt={_OPERATION: Operation(answer=Tokenized, body=TokenizeRequest, fails=_TEXT)},
+)
 async def tokenize(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """Text or messages as token ids."""
     return json_response(await gateway.tokenize(exchange))
 
 
-@post("/detokenize", guards=[authenticated], status_code=200)
+@post(
+    "/detokenize",
+    guards=[authenticated],
+    status_code=200,
+    opt={_OPERATION: Operation(answer=Detokenized, body=DetokenizeRequest, fails=_TEXT)},
+)
 async def detokenize(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """Token ids as text."""
     return json_response(await gateway.detokenize(exchange))
 
 
-@get("/v1/models", guards=[authenticated])
+@get("/v1/models", guards=[authenticated], opt={_OPERATION: Operation(answer=Models, fails=("key",))})
 async def models(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     """The one model."""
     return json_response({"object": "list", "data": [gateway.model()]})
 
 
-@get("/v1/models/{model_id:path}", guards=[authenticated])
+@get(
+    "/v1/models/{model_id:path}",
+    guards=[authenticated],
+    opt={_OPERATION: Operation(answer=Model, fails=("key", "name"))},
+)
 async def model(gateway: NamedDependency[Gateway], model_id: FromPath[str]) -> Response[bytes]:
     """The model by its name, which may hold slashes."""
     name = model_id.removeprefix("/")
@@ -88,13 +148,13 @@ async def model(gateway: NamedDependency[Gateway], model_id: FromPath[str]) -> R
     return json_response(gateway.model())
 
 
-@get("/health")
+@get("/health", opt={_OPERATION: Operation(answer=Health)})
 async def health(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     """The process is alive."""
     return json_response(gateway.health())
 
 
-@get("/ready")
+@get("/ready", opt={_OPERATION: Operation(answer=Ready, statuses=(200, 503))})
 async def ready(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """Whether requests would be served: 503 and the reason if not."""
     is_ready, state = gateway.ready()
@@ -103,20 +163,31 @@ async def ready(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exc
     return json_response(state, status=200 if is_ready else 503)
 
 
-@get("/metrics")
+@get("/metrics", opt={_OPERATION: Operation(answer=None, texts=("text/plain", "application/openmetrics-text"))})
 async def metrics(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """The metric catalogue, for Prometheus."""
     text, media_type = await gateway.siblings.metrics(exchange.headers.get("accept", ""))
     return Response(text, media_type=media_type)
 
 
-@get("/debug/requests", guards=[authenticated])
+@get("/openapi.json", opt={_OPERATION: Operation(answer=None)})
+async def openapi(state: State) -> Response[bytes]:
+    """This document.  It needs no key: it is the same for all, and says nothing of what the server did."""
+    document: bytes = state["document"]
+    return Response(document, media_type=_JSON)
+
+
+@get("/debug/requests", guards=[authenticated], opt={_OPERATION: Operation(answer=DebugRequests, fails=("key",))})
 async def debug_requests(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """The newest requests and where their time went; with a key, those of its tenant."""
     return json_response(await gateway.debug_requests(exchange.ticket))
 
 
-@get("/debug/requests/{request_id:str}", guards=[authenticated])
+@get(
+    "/debug/requests/{request_id:str}",
+    guards=[authenticated],
+    opt={_OPERATION: Operation(answer=DebugRequest, fails=("key", "name"))},
+)
 async def debug_request(
     gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange], request_id: FromPath[str]
 ) -> Response[bytes]:
@@ -124,13 +195,13 @@ async def debug_request(
     return json_response(await gateway.debug_request(request_id, exchange.ticket))
 
 
-@get("/debug/steps", guards=[authenticated])
+@get("/debug/steps", guards=[authenticated], opt={_OPERATION: Operation(answer=DebugSteps, fails=("key",))})
 async def debug_steps(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     """The newest engine steps."""
     return json_response(gateway.hub.debug_steps())
 
 
-@get("/debug/kv", guards=[authenticated])
+@get("/debug/kv", guards=[authenticated], opt={_OPERATION: Operation(answer=DebugKv, fails=("key",))})
 async def debug_kv(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     """Where the KV slots are."""
     return json_response(gateway.hub.debug_kv())
@@ -146,6 +217,7 @@ HANDLERS = (
     health,
     ready,
     metrics,
+    openapi,
     debug_requests,
     debug_request,
     debug_steps,

@@ -143,13 +143,14 @@ class ChatRequest(Generation, frozen=True, kw_only=True, forbid_unknown_fields=T
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 Texts = Annotated[list[str], Meta(min_length=1, max_length=PROMPTS_MAX)]
 TokenIdLists = Annotated[list[TokenIds], Meta(min_length=1, max_length=PROMPTS_MAX)]
+PROMPTS: tuple[object, ...] = (str, Texts, TokenIds, TokenIdLists)
 
 
 class CompletionRequest(Generation, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions."""
 
-    prompt: str | list[object]
-    """A list is one of `Texts`, `TokenIds`, `TokenIdLists`; msgspec allows one array type in a union."""
+    prompt: str | list[AnyJson]
+    """One of `PROMPTS`, which decode.split_prompts sees to; msgspec allows one array type in a union."""
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
