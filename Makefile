@@ -5,6 +5,7 @@
 #   make chaos     the whole appliance while its processes are killed, stopped and starved; takes minutes
 #   make check     lint, format, types
 #   make test-sanitized   the tests of the native kernels with a build that checks every access; needs g++
+#   make fuzz      5,000 requests made from our own OpenAPI document, on a live gateway   (CASES=20000 SEED=7)
 #   make test-auto-gptq   the tests with auto-gptq itself, in an environment of their own
 #   make bench     the measurements: tests/bench
 #   make bench-engine  the engine alone: decode and prefill rates, the share of Python, memory
@@ -18,7 +19,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: help serve test chaos test-sanitized test-auto-gptq check format bench bench-engine bench-peers quality install lock clean
+.PHONY: help serve test chaos test-sanitized test-auto-gptq fuzz check format bench bench-engine bench-peers quality install \
+	lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -51,6 +53,11 @@ test-sanitized: $(VENV)/everything.stamp
 		PELLUCID_TEST_LIBRARIES=engine/device/native/lib-sanitized $(BIN)/python -m pytest --capture=sys $(ARGS) \
 		tests/torch/test_native_products.py tests/torch/test_native_decoder.py tests/torch/test_native_bits.py \
 		tests/torch/test_native_plans.py tests/torch/test_sampler.py
+
+CASES ?= 5000
+SEED ?= 1
+fuzz: $(VENV)/everything.stamp
+	PELLUCID_FUZZ_CASES=$(CASES) PELLUCID_FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -s tests/http/test_fuzz.py $(ARGS)
 
 # auto-gptq runs with old versions of other packages only, so nothing is shared with the rest.
 AUTO_GPTQ := .venv-auto-gptq

@@ -35,7 +35,8 @@ OTHER_VARIABLES = frozenset(
         "PELLUCID_ENGINE_SECRET",  # in place of --engine-secret-file
         "PELLUCID_KERNELS",  # the engine's, to force an instruction set
         "PELLUCID_PEPPER",  # the secret of the API keys, in place of --pepper-file
-        "PELLUCID_SHARED", "PELLUCID_TEST_GGUF", "PELLUCID_TEST_LIBRARIES", "PELLUCID_WRITE_GOLDEN",  # the test suite's
+        "PELLUCID_FUZZ_CASES", "PELLUCID_FUZZ_SEED",  # the test suite's, as these
+        "PELLUCID_SHARED", "PELLUCID_TEST_GGUF", "PELLUCID_TEST_LIBRARIES", "PELLUCID_WRITE_GOLDEN",
     }
 )  # fmt: skip
 """Those that are no options; tests/tidy looks for more of them."""
