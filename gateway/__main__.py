@@ -28,7 +28,7 @@ from gateway.config import REDIS_URL_VARIABLE, GatewayOptions
 from gateway.protocol import bounded
 from gateway.tokens import load
 from gateway.vocabulary import VocabularyError
-from telemetry import logs
+from telemetry import logs, withhold
 from telemetry.export import ExportConfigError
 
 BACKLOG = 1024
@@ -60,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         try:
             options = _options(raw)
-            logs.configure(options.log_level, options.log_format)
+            logs.configure(options.log_level, options.log_format, withheld=True)
+            withhold.install()
             listener = stack.enter_context(open_listener(options))
             application = Application(options, load(Path(options.model)))
         except (CannotStart, VocabularyError, ExportConfigError, Misconfigured, ValueError) as error:

@@ -48,6 +48,7 @@ TABLE = (
     Row(400, "missing_required_parameter", "A field that must be there is not.", ("body",)),
     Row(400, "unknown_parameter", "A field that nobody knows.", ("body",)),
     Row(400, "context_length_exceeded", "Prompt and output do not fit the model's context.", ("generation",)),
+    Row(400, "request_refused", "Engines have died of this request.", ("generation",)),
     Row(401, "invalid_api_key", "No API key, or none that is good.", ("key",), headers=("www-authenticate",)),
     Row(403, "model_not_allowed", "The key is not for this model.", ("model",), ("permission_error",)),
     Row(404, "model_not_found", "No such model is served.", ("model", "name")),

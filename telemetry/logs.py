@@ -18,6 +18,7 @@ from structlog.typing import Processor
 from telemetry.records import RequestRecord
 from telemetry.redact import redact
 from telemetry.vocabulary import OBSERVING_ROUTES
+from telemetry.withhold import withhold
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 LINES_MAX = 4096
@@ -26,9 +27,13 @@ Format = Literal["console", "json"]
 _LIBRARIES = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "litestar")
 
 
-def configure(level: str = "info", format: str = "console", *, stream: TextIO | None = None) -> None:
+def configure(
+    level: str = "info", format: str = "console", *, stream: TextIO | None = None, withheld: bool = False
+) -> None:
     """
     Send all logs of this process to `stream` (stderr), from `level` up.  May be called again; the last call holds.
+
+    With `withheld` the process handles texts and keys: exceptions are told without their words (telemetry.withhold).
 
     Raises ValueError for a level or format that does not exist.
     """
@@ -39,7 +44,7 @@ def configure(level: str = "info", format: str = "console", *, stream: TextIO | 
     global _handler  # noqa: PLW0603  logging is one for the whole process, and so is this.
     out = stream if stream is not None else sys.stderr
     handler = _LineHandler(out)
-    handler.setFormatter(_formatter(cast(Format, format), colors=out.isatty()))
+    handler.setFormatter(_formatter(cast(Format, format), colors=out.isatty(), withheld=withheld))
     root = logging.getLogger()
     if _handler is not None:
         root.removeHandler(_handler)
@@ -190,7 +195,7 @@ def _shared() -> list[Processor]:
     ]
 
 
-def _formatter(format: Format, *, colors: bool) -> logging.Formatter:
+def _formatter(format: Format, *, colors: bool, withheld: bool) -> logging.Formatter:
     # Exceptions become text before they are redacted, and never with the frames' variables: those hold prompts.
     renderer: Processor = structlog.processors.JSONRenderer()
     if format == "console":
@@ -200,6 +205,7 @@ def _formatter(format: Format, *, colors: bool) -> logging.Formatter:
         foreign_pre_chain=_shared(),
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            *([withhold] if withheld else []),
             structlog.processors.format_exc_info,
             redact,
             renderer,

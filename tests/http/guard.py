@@ -13,7 +13,7 @@ import openai
 
 from cache.accounts import Limits
 from cache.connection import Store
-from cache.key_records import Issued, Tenant
+from cache.key_records import AuditLine, Issued, Tenant
 from cache.keys import Keys
 from cache.pepper import make_pepper
 from cache.redis_url import parse_redis_url
@@ -54,6 +54,10 @@ class Guard:
     def put_tenant(self, tenant: Tenant) -> None:
         """Change a tenant."""
         self._ask(lambda keys: keys.put_tenant(tenant, actor="test"))
+
+    def audit(self) -> list[AuditLine]:
+        """What was changed."""
+        return self._ask(lambda keys: keys.audit())
 
     def _ask(self, do: Callable[[Keys], Awaitable[_Result]], ago_s: int = 0) -> _Result:
         async def asking() -> _Result:

@@ -15,6 +15,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.errors import Unavailable
 from telemetry import logs
 from telemetry.hub import Hub
 from telemetry.records import RequestRecord
@@ -83,6 +84,64 @@ def test_a_canary_has_no_hits(format: str, out: io.StringIO) -> None:
     assert text.count(MASK) >= 12
     for said in ("by name", "nested", "with a traceback", "RuntimeError", "from the framework", "key"):
         assert said in text, "what is not secret is still said"
+
+
+_errors = st.recursive(
+    st.sampled_from([KeyError, RuntimeError, UnicodeError, AssertionError, StopIteration, KeyboardInterrupt]),
+    lambda inner: st.tuples(st.sampled_from(["from", "during", "group", "note"]), inner),
+    max_leaves=4,
+)
+
+
+def make(shape: object) -> BaseException:
+    """An exception that has the canary wherever one can have words."""
+    if isinstance(shape, type):
+        error = shape(CANARY)
+        assert isinstance(error, BaseException)
+        return error
+    assert isinstance(shape, tuple)
+    how, inner = shape
+    error = make(inner)
+    match how:
+        case "note":
+            error.add_note(f"it was {CANARY}")
+            return error
+        case "group":
+            return BaseExceptionGroup(CANARY, [error, KeyError(CANARY)])
+    outer = LookupError(f"{CANARY} was not found")
+    outer.__cause__, outer.__context__ = (error, None) if how == "from" else (None, error)
+    return outer
+
+
+@given(shape=_errors, format=st.sampled_from(["json", "console"]))
+def test_where_texts_are_handled_exceptions_are_told_without_their_words(shape: object, format: str) -> None:
+    out = io.StringIO()
+    logs.configure("debug", format, stream=out, withheld=True)
+    log = logs.get_logger("pellucid.test")
+    try:
+        raise make(shape)
+    except BaseException as error:
+        log.exception("ours", error=error)
+        logging.getLogger("litestar").error("theirs", exc_info=error)
+        logging.getLogger("asyncio").error("a task failed\nfuture: <Task exception=%r>", error, exc_info=True)
+        logging.getLogger("other").error("by hand", exc_info=(type(error), error, error.__traceback__))
+    assert logs.flush()
+    text = out.getvalue()
+    assert CANARY not in text
+    assert text.count("raise make(shape)") >= 4, "the place is told"
+    assert all(said in text for said in ("ours", "theirs", "a task failed", "by hand", "[withheld]"))
+
+
+def test_words_that_are_known_to_be_harmless_are_told(out: io.StringIO) -> None:
+    logs.configure("info", "json", stream=out, withheld=True)
+    log = logs.get_logger("pellucid.test")
+    log.error("the system's", error=ConnectionRefusedError(111, "Connection refused", "/a/b"))
+    log.error("our own", error=Unavailable("no answer within 50 ms"))
+    log.error("neither", error=OSError(CANARY))
+    assert logs.flush()
+    text = out.getvalue()
+    assert "ConnectionRefusedError: Connection refused" in text and "no answer within 50 ms" in text
+    assert CANARY not in text and "OSError" in text
 
 
 def test_a_line_says_when_who_and_what(lines: Lines) -> None:
