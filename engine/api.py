@@ -12,6 +12,9 @@ from typing import Literal
 
 import msgspec
 
+# Part of the interface, because both sides must name prefixes alike.
+from engine.prefix import indexed_names as indexed_names  # noqa: PLC0414 - exported again
+from engine.prefix import indexed_tokens as indexed_tokens  # noqa: PLC0414 - exported again
 from telemetry.records import StepRecord
 
 FRAME_BYTES_MAX = 64 * 1024 * 1024

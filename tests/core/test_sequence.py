@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import prefix
-from engine.sequence import uniform
+from engine.api import GenerateRequest, Sampling
+from engine.sequence import Sequence, uniform
 
 
 def test_uniforms_are_pinned() -> None:
@@ -39,6 +40,34 @@ def test_names_differ_when_anything_before_differs(left: list[int], right: list[
     assert (prefix.chain(root, left) == prefix.chain(root, right)) == (left == right)
     assert prefix.chain(prefix.root("b"), left) != prefix.chain(root, left)
     assert prefix.chain(prefix.chain(root, left), right) != prefix.chain(root, right)
+
+
+@given(st.text(max_size=3), st.sampled_from((1, 3, 16, 48, 64, 100)), st.integers(0, 700), st.integers(0, 5))
+def test_an_index_asks_for_the_names_that_the_engine_gives(tenant: str, slots: int, length: int, salt: int) -> None:
+    tokens = tuple((index * 7 + salt) % 101 for index in range(length))
+    asked = prefix.indexed_names(tenant, tokens, slots)
+    request = GenerateRequest(request_id="r", prompt=tokens, sampling=Sampling(), tokens_max=1, tenant=tenant)
+    sequence = Sequence(request, number=0, now_ns=0)
+    full_blocks = max(0, length - 1) // slots  # the engine computes at least the last token
+    given = [sequence.name(index, slots) for index in range(full_blocks) if prefix.is_indexed(index, slots)]
+    assert asked == given
+    assert len(asked) == max(0, length - 1) // prefix.indexed_tokens(slots)
+    assert prefix.INDEXED_TOKENS_MIN <= prefix.indexed_tokens(slots) < prefix.INDEXED_TOKENS_MIN + slots
+    assert all(len(name) == prefix.NAME_BYTES for name in asked)
+    assert len({name[: prefix.FAMILY_BYTES] for name in asked}) <= 1
+
+
+def test_of_a_long_chain_only_the_beginning_is_indexed() -> None:
+    tokens = range(prefix.INDEXED_NAMES_MAX * 64 + 1000)
+    names = prefix.indexed_names("t", tokens, 16)
+    assert len(names) == len(set(names)) == prefix.INDEXED_NAMES_MAX
+    last = prefix.INDEXED_NAMES_MAX * 4 - 1
+    assert prefix.is_indexed(last, 16) and not prefix.is_indexed(last + 4, 16)
+
+
+def test_families_are_spread_and_those_of_tenants_have_nothing_in_common() -> None:
+    families = {prefix.indexed_names(f"t{number}", range(65), 16)[0][: prefix.FAMILY_BYTES] for number in range(500)}
+    assert len(families) > 480  # of 65,536: two of 500 coincide twice, on average
 
 
 PINNED = [0.6524484863740322, 0.7012121095215252, 0.490536849486921, 0.5671457583996546]
