@@ -21,7 +21,7 @@ async def run(options: str) -> int:
         return
 
     supervisor = Supervisor(
-        gateway=ChildSpec(name="gateway", command=(sys.executable, str(GATEWAY), "--options", options), grace_s=5.0),
+        gateways=[ChildSpec(name="gateway", command=(sys.executable, str(GATEWAY), "--options", options), grace_s=5.0)],
         engines=[ChildSpec(name="engine", command=(sys.executable, "-c", WAITING), grace_s=5.0)],
         environ=dict(os.environ),
         say=lambda message: print(f"pellucid: {message}", file=sys.stderr, flush=True),
