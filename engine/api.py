@@ -161,11 +161,30 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     weights: WeightFacts = WeightFacts()
 
 
+class Load(msgspec.Struct, frozen=True):
+    """What an engine has on its hands."""
+
+    running: int = 0  # sequences in the batch
+    waiting: int = 0
+    owed_tokens: int = 0  # known and not computed, of all sequences; what the prefix cache will save is not known yet
+    used_slots: int = 0  # of KV: those that a new request could not have
+
+
+class PrefixNews(msgspec.Struct, frozen=True):
+    """What has changed in the prefix cache, in the names that an index knows."""
+
+    here: tuple[bytes, ...] = ()  # have come, or were used
+    gone: tuple[bytes, ...] = ()  # have made room for others
+    lost: int = 0  # news that did not fit
+
+
 class StepFrame(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """All the news of one engine step."""
 
     deltas: tuple[Delta, ...] = ()
     step: StepRecord | None = None  # None: nothing was computed, only door decisions and aborts
+    load: Load | None = None  # None: in a frame that is not about a step
+    prefixes: PrefixNews | None = None  # for one of the gateways that are connected
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):

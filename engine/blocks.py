@@ -12,6 +12,7 @@ A name is a hash of everything up to the block's last token (engine.prefix): sam
 from collections import OrderedDict, deque
 from collections.abc import Sequence as Many
 
+from engine.prefix_news import PrefixLedger
 from telemetry.records import KvBook
 
 
@@ -24,6 +25,7 @@ class BlockPool:
         self.blocks_max = blocks_max
         self.block_slots = block_slots
         self.evictions = 0  # named blocks given up for new content, ever
+        self.prefixes = PrefixLedger()
         self._refs = [0] * blocks_max
         self._filled = [0] * blocks_max  # slots with keys and values; of a held block only
         self._names: list[bytes | None] = [None] * blocks_max
@@ -65,6 +67,9 @@ class BlockPool:
     def hold(self, blocks: Many[int]) -> None:
         """One more reference to each: a prefix hit."""
         for block in blocks:
+            name = self._names[block]
+            if name is not None:
+                self.prefixes.used(name)
             if self._refs[block] == 0:
                 del self._idle[block]
                 self._held += 1
@@ -77,12 +82,14 @@ class BlockPool:
         assert self._filled[block] <= filled <= self.block_slots
         self._account(block, filled)
 
-    def name(self, block: int, name: bytes) -> None:
-        """Publish a full block for prefix hits.  A twin that has the name already keeps it."""
+    def name(self, block: int, name: bytes, *, indexed: bool = False) -> None:
+        """Publish a full block for prefix hits, `indexed` or not (see engine.prefix).  A twin keeps the name it has."""
         assert self._filled[block] == self.block_slots, f"block {block} is named before it is full"
         if self._names[block] is None and name not in self._named:
             self._names[block] = name
             self._named[name] = block
+        if indexed:
+            self.prefixes.came(name)
 
     def forget(self, blocks: Many[int]) -> None:
         """What these held blocks contain is not to be found again: it may be no numbers."""
@@ -136,6 +143,7 @@ class BlockPool:
         assert all(self._names[block] is not None for block in self._idle)
         assert all(self._names[block] == name for name, block in self._named.items())
         assert self.book().imbalance() == 0
+        self.prefixes.check(self._named)
 
     def _take_one(self) -> int:
         if self._free:
@@ -160,6 +168,7 @@ class BlockPool:
         if name is not None:
             del self._named[name]
             self._names[block] = None
+            self.prefixes.left(name)
 
     def _account(self, block: int, filled: int) -> None:
         before = self._filled[block]

@@ -109,7 +109,7 @@ class Loop:
         self._spend("compute")
         outcome = self._scheduler.commit(plan, result, self._marked_ns)
         self._spend("commit")
-        if plan.slices or outcome.deltas or outcome.finished:
+        if plan.slices or outcome.deltas or outcome.finished or outcome.prefixes:
             self._close(plan, result, outcome)
 
     def _draft(self, drafter: Drafting) -> None:
@@ -150,8 +150,8 @@ class Loop:
             decode_tokens=outcome.decode_tokens,
             emitted_tokens=outcome.emitted_tokens,
             sequences=len(plan.slices),
-            running=outcome.running,
-            waiting=outcome.waiting,
+            running=outcome.load.running,
+            waiting=outcome.load.waiting,
             preemptions=outcome.preemptions,
             cached_tokens=outcome.cached_tokens,
             evictions=outcome.evictions,
@@ -164,7 +164,7 @@ class Loop:
             kv=outcome.kv,
             finished=outcome.finished,
         )
-        self._frame = StepFrame(deltas=outcome.deltas, step=record)
+        self._frame = StepFrame(deltas=outcome.deltas, step=record, load=outcome.load, prefixes=outcome.prefixes)
         self._parts = dict.fromkeys(STEP_PARTS, 0)
         self._opened_ns = self._marked_ns
 

@@ -2,9 +2,13 @@
 What a step comes to, in numbers and in news.
 """
 
+from collections.abc import Sequence as Many
+
 import msgspec
 
-from engine.api import Delta
+from engine.api import Delta, Load, PrefixNews
+from engine.blocks import BlockPool
+from engine.sequence import Sequence
 from telemetry.records import KvBook, RequestRecord
 
 
@@ -23,9 +27,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     preemptions: int
     evictions: int
-    running: int
-    waiting: int
+    load: Load
     kv: KvBook
+    prefixes: PrefixNews | None
 
 
 class Tally:
@@ -41,6 +45,16 @@ class Tally:
         self.emitted += emitted
         self.drafted += drafted
         self.accepted += accepted
+
+
+def load_of(running: Many[Sequence], waiting: Many[Sequence], pool: BlockPool) -> Load:
+    """What there is to do, and how much of the KV pool is taken."""
+    return Load(
+        running=len(running),
+        waiting=len(waiting),
+        owed_tokens=sum(sequence.debt for sequence in running) + sum(sequence.debt for sequence in waiting),
+        used_slots=(pool.blocks_max - pool.available) * pool.block_slots,
+    )
 
 
 def merged(deltas: list[Delta]) -> tuple[Delta, ...]:

@@ -16,14 +16,14 @@ left alone.  So no sequence is preempted for ever, and none waits for ever behin
 
 from bisect import insort
 
-from engine import admission
+from engine import admission, prefix
 from engine.admission import door_fault
 from engine.api import DEGENERATE, Abort, Delta, Fault, Finish, FinishReason, GenerateRequest, Message
 from engine.blocks import BlockPool
 from engine.config import SchedulerConfig
 from engine.draft_model import NOTHING, ModelSpeculator, speculation_for
 from engine.ending import ending_of
-from engine.outcome import Outcome, Tally, merged
+from engine.outcome import Outcome, Tally, load_of, merged
 from engine.plan import DraftPlan, DraftResult, Slice, SliceResult, StepPlan, StepResult
 from engine.sequence import Sequence, Status
 from engine.speculate import Speculation
@@ -317,14 +317,14 @@ class Scheduler:
 
     def _book(self, sequence: Sequence, count: int) -> tuple[int, int]:
         """KV of `count` more tokens is there: fill the blocks, and publish the full ones."""
-        slots = self.config.block_slots
-        start = sequence.computed
+        slots, start = self.config.block_slots, sequence.computed
         counted = sequence.advance(count)
         for index in range(start // slots, admission.blocks_for(sequence.computed, self.config)):
             filled = min(slots, sequence.computed - index * slots)
             self.pool.fill(sequence.blocks[index], filled)
             if filled == slots and self.config.prefix_cache:
-                self.pool.name(sequence.blocks[index], sequence.name(index, slots))
+                name = sequence.name(index, slots)
+                self.pool.name(sequence.blocks[index], name, indexed=prefix.is_indexed(index, slots))
         return counted
 
     def _settle(self, sequence: Sequence, piece: Slice, answer: SliceResult, tally: Tally, now_ns: int) -> None:
@@ -390,9 +390,9 @@ class Scheduler:
             cached_tokens=self._cached,
             preemptions=self._preemptions,
             evictions=self.pool.evictions - self._evictions_before,
-            running=len(self.running),
-            waiting=len(self.waiting),
+            load=load_of(self.running, self.waiting, self.pool),
             kv=self.pool.book(),
+            prefixes=self.pool.prefixes.report(),
         )
         self._deltas, self._finished = [], []
         self._cached = self._preemptions = 0

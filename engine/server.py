@@ -6,6 +6,9 @@ bounded memory: what it has not taken is merged, one delta per request.
 
 A connection to the Unix socket, which only this user can reach, is a gateway.  One over TCP is a stranger until it has
 proven that it knows the secret (engine.handshake).
+
+All gateways hear of all steps.  News of the prefix cache go to one of them, which writes the index for all: the one
+that has been connected for longest among those that have read all that they were sent.
 """
 
 import selectors
@@ -26,9 +29,11 @@ from engine.api import (
     FrameReader,
     GenerateRequest,
     Hello,
+    Load,
     Message,
     Ping,
     Pong,
+    PrefixNews,
     StepFrame,
     Usage,
     decode_message,
@@ -64,6 +69,8 @@ class Connection:
         self._steps: deque[StepRecord] = deque()
         self._records: list[RequestRecord] = []
         self._deltas: list[Delta] = []
+        self._load: Load | None = None  # these two go with the next step
+        self._prefixes: PrefixNews | None = None
 
     @property
     def unsent(self) -> bool:
@@ -78,6 +85,8 @@ class Connection:
         as many as it has unread ends.
         """
         self._deltas = list(merged([*self._deltas, *frame.deltas]))
+        self._load = frame.load or self._load
+        self._prefixes = frame.prefixes or self._prefixes
         if frame.step is None:
             return
         ended = {delta.request_id for delta in frame.deltas if delta.finish is not None}
@@ -108,9 +117,11 @@ class Connection:
         while self._steps:
             step = msgspec.structs.replace(self._steps.popleft(), finished=records)
             records = ()
-            last = not self._steps
-            deltas = self._some_deltas() if last else ()
-            self._out += encode(StepFrame(deltas=deltas, step=step))
+            frame = StepFrame(step=step)
+            if not self._steps:
+                frame = StepFrame(deltas=self._some_deltas(), step=step, load=self._load, prefixes=self._prefixes)
+                self._load = self._prefixes = None
+            self._out += encode(frame)
         while self._deltas:
             self._out += encode(StepFrame(deltas=self._some_deltas()))
 
@@ -148,6 +159,7 @@ class Server:
         self._strangers = Strangers(secret, self._selector)
         self._connections: dict[int, Connection] = {}
         self._owner: dict[str, Connection] = {}
+        self._prefixes_lost = 0  # news of the prefix cache while nobody could have them
 
     def poll(self, timeout_s: float | None) -> list[Message]:
         """What has arrived.  Waits up to `timeout_s` (None: for ever) for the first message or wake-up."""
@@ -176,12 +188,25 @@ class Server:
             if delta.finish is not None:
                 del self._owner[delta.request_id]
                 owner.requests.discard(delta.request_id)
+        writer, prefixes = self._writer(frame.prefixes)
         for number, connection in list(self._connections.items()):
             deltas = tuple(mine.get(number, ()))
             if deltas or frame.step is not None:
-                connection.post(StepFrame(deltas=deltas, step=frame.step))
+                its = prefixes if connection is writer else None
+                connection.post(StepFrame(deltas=deltas, step=frame.step, load=frame.load, prefixes=its))
             messages += self._flush(connection)
         return messages
+
+    def _writer(self, prefixes: PrefixNews | None) -> tuple[Connection | None, PrefixNews | None]:
+        """Who is to have news of the prefix cache, and these, with the number of those that nobody has had."""
+        if prefixes is None:
+            return None, None
+        writer = next((connection for connection in self._connections.values() if not connection.unsent), None)
+        if writer is None:
+            self._prefixes_lost += len(prefixes.here) + len(prefixes.gone) + prefixes.lost
+            return None, None
+        lost, self._prefixes_lost = self._prefixes_lost, 0
+        return writer, msgspec.structs.replace(prefixes, lost=prefixes.lost + lost) if lost else prefixes
 
     def wake(self) -> None:
         """End a `poll` that waits; safe in a signal handler."""

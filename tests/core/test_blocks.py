@@ -7,10 +7,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from engine.api import PrefixNews
 from engine.blocks import BlockPool
+from engine.prefix_news import NEWS_NAMES_MAX
 
 BLOCKS_MAX = 6
 BLOCK_SLOTS = 4
+
+
+def is_indexed(name: bytes) -> bool:
+    """Every second one."""
+    return int(name) % 2 == 0
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -25,6 +32,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.content: dict[int, bytes] = {}  # block -> the name that it was given, until it is overwritten
         self.step_id = 0
         self.serial = 0
+        self.told: set[bytes] = set()  # what an index knows that has heard all reports
 
     @rule(count=st.integers(1, BLOCKS_MAX))
     def take(self, count: int) -> None:
@@ -53,7 +61,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.serial += 1
             others = sorted(self.content.values())
             name = others[0] if twin and others else str(self.serial).encode()
-            self.pool.name(block, name)
+            self.pool.name(block, name, indexed=is_indexed(name))
             if name not in self.content.values():
                 self.content[block] = name
 
@@ -87,6 +95,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.commit(self.step_id)
         self.fenced = {block: step for block, step in self.fenced.items() if step > self.step_id}
         self.step_id += 1
+
+    @rule()
+    def report(self) -> None:
+        news = self.pool.prefixes.report()
+        if news is not None:
+            assert news.lost == 0 and not set(news.here) & set(news.gone)
+            self.told = (self.told | set(news.here)) - set(news.gone)
+        assert self.told == {name for name in self.content.values() if is_indexed(name)}
+        assert self.pool.prefixes.report() is None
 
     @invariant()
     def books_close(self) -> None:
@@ -124,3 +141,18 @@ def test_the_least_recently_released_cached_block_goes_first() -> None:
     assert pool.take(1) == (second,)
     assert pool.find(b"second") is None
     assert pool.find(b"first") == first
+
+
+def test_a_hit_is_told_again_and_what_does_not_fit_into_a_report_is_counted() -> None:
+    pool = BlockPool(blocks_max=NEWS_NAMES_MAX + 3, block_slots=1)
+    blocks = pool.take(NEWS_NAMES_MAX + 3)
+    assert blocks is not None
+    for block in blocks:
+        pool.fill(block, 1)
+        pool.name(block, str(block).encode(), indexed=block != blocks[0])
+    news = pool.prefixes.report()
+    assert news is not None
+    assert (len(news.here), news.gone, news.lost) == (NEWS_NAMES_MAX, (), 2)
+    assert news.here[-1] == str(blocks[-1]).encode(), "the newest are told"
+    pool.hold(blocks[:2])
+    assert pool.prefixes.report() == PrefixNews(here=(str(blocks[1]).encode(),))

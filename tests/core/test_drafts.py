@@ -149,7 +149,7 @@ def test_at_most_one_cached_block_goes_for_drafts_and_none_while_somebody_waits(
     if waiting:
         world.send(request("big", 24, tokens_max=2, priority=1))
         plan, outcome = world.step()
-        assert outcome.waiting == 1
+        assert outcome.load.waiting == 1
     else:
         plan, outcome = world.step()
     # The block for the newest token has to go in any case.

@@ -2,7 +2,7 @@
 The scheduler's promises, one at a time.  The device is one of hashes: only it decides what the tokens are.
 """
 
-from engine.api import Abort, Delta, GenerateRequest, Sampling
+from engine.api import Abort, Delta, GenerateRequest, Sampling, indexed_names, indexed_tokens
 from engine.config import SchedulerConfig
 from engine.device.fake import FakeRunner
 from engine.outcome import Outcome
@@ -232,9 +232,36 @@ def test_the_head_of_the_queue_is_overtaken_only_so_often() -> None:
     world.step()
     world.send(request("big", 38, tokens_max=2), *(request(f"small{i}", 2, tokens_max=2) for i in range(6)))
     _, outcome = world.step()
-    assert outcome.running == 1 + 2  # Two have passed.
+    assert outcome.load.running == 1 + 2  # Two have passed.
     world.finish()
     assert all(world.reason(name) == "length" for name in ("big", "small5"))
+
+
+def test_who_hears_all_news_of_the_prefix_cache_knows_what_will_be_found_there() -> None:
+    world, index = World(), set[bytes]()
+    long = tuple(range(90))
+
+    def play(name: str, prompt: tuple[int, ...], tenant: str) -> int:
+        """Tokens that an index would promise; the engine finds so many, and less than another indexed prefix more."""
+        names = indexed_names(tenant, prompt, 4)
+        promised = [*(one in index for one in names), False].index(False) * indexed_tokens(4)
+        world.send(request(name, prompt, tenant=tenant))
+        while world.scheduler.has_work or world.scheduler.has_news:
+            news = world.step()[1].prefixes
+            if news is not None:
+                index.difference_update(news.gone)
+                index.update(news.here)
+        finish = world.ends[name].finish
+        assert finish is not None
+        assert promised <= finish.usage.cached_tokens < promised + indexed_tokens(4)
+        return promised
+
+    assert [play(f"a{turn}", long, "a") for turn in range(2)] == [0, 64]
+    assert play("b", long, "b") == 0, "another tenant's"
+    assert play("short", long[:64], "a") == 0, "one token is left to compute"
+    for number in range(4):
+        play(f"other{number}", tuple((number * 17 + i) % 90 for i in range(90)), "c")
+    assert play("a-again", long, "a") == 0, "it has made room for others"
 
 
 def test_a_fault_ends_one_sequence_and_its_neighbours_do_not_notice() -> None:

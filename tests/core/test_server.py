@@ -17,7 +17,9 @@ from engine.api import (
     FrameReader,
     GenerateRequest,
     Hello,
+    Load,
     Message,
+    PrefixNews,
     Sampling,
     StepFrame,
     TokenLogprobs,
@@ -237,6 +239,51 @@ def test_what_does_not_fit_into_one_frame_comes_in_several(server: Server, conne
     writer.join()
     assert ended == names
     assert frames > 1
+
+
+def test_one_gateway_hears_of_the_prefix_cache_and_all_hear_of_the_load(server: Server, connect: Connect) -> None:
+    one, two = connect(), connect()
+    news, load = PrefixNews(here=(b"a", b"b"), gone=(b"c",), lost=1), Load(running=1, owed_tokens=5)
+    server.publish(StepFrame(step=step(1), load=load, prefixes=news))
+    assert one.next() == StepFrame(step=step(1), load=load, prefixes=news)
+    assert two.next() == StepFrame(step=step(1), load=load)
+    one.peer.close()
+    server.poll(5)
+    server.publish(StepFrame(step=step(2), load=load, prefixes=news))
+    assert two.next() == StepFrame(step=step(2), load=load, prefixes=news)
+    two.peer.close()
+    server.poll(5)
+    for number in (3, 4):
+        server.publish(StepFrame(step=step(number), prefixes=news))
+    three = connect()
+    server.publish(StepFrame(step=step(5), prefixes=news))
+    assert three.next() == StepFrame(step=step(5), prefixes=PrefixNews(news.here, news.gone, lost=1 + 2 * 4))
+    server.publish(StepFrame(step=step(6), prefixes=news))
+    assert three.next() == StepFrame(step=step(6), prefixes=news)
+
+
+def test_a_gateway_that_does_not_read_is_not_told_of_the_prefix_cache(server: Server, connect: Connect) -> None:
+    slow, quick = connect(), connect()
+    connection = next(iter(server._connections.values()))
+    number = 0
+
+    def behind() -> bool:
+        return connection.unsent
+
+    while not behind():
+        number += 1
+        server.publish(StepFrame(step=step(number)))
+        assert quick.next() == StepFrame(step=step(number))
+    news = PrefixNews(here=(b"a",))
+    server.publish(StepFrame(step=step(number + 1), load=Load(running=7), prefixes=news))
+    assert quick.next() == StepFrame(step=step(number + 1), load=Load(running=7), prefixes=news)
+    heard: list[EngineFrame] = []
+    while behind():
+        server.poll(0)
+        heard.append(slow.next())
+    while len(heard) < number + 1:
+        heard.append(slow.next())
+    assert heard[-1] == StepFrame(step=step(number + 1), load=Load(running=7))
 
 
 def test_a_wake_up_ends_a_wait(server: Server) -> None:

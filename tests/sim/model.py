@@ -114,7 +114,7 @@ class Simulation:
         self.now_ns = 1_000
         self.rush_ns = pick.choice((1, 10_000_000, 100_000_000))  # everybody comes within it
         self.journal: list[Entry] = []
-        self.faulty: set[int] = set()  # sequence numbers
+        self.faulty, self.index = set[int](), set[bytes]()  # sequence numbers; names that an index has been told
         self.totals = dict.fromkeys(TOTALS, 0)
         self.clients = [self._client(index) for index in range(requests or pick.choice((1, 5, 20, 60)))]
         self.arrivals = sorted(self.clients, key=lambda client: (client.born_ns, client.request.request_id))
@@ -227,6 +227,14 @@ class Simulation:
         totals["cached"] += outcome.cached_tokens
         totals["emitted"] += outcome.emitted_tokens
         assert outcome.kv.imbalance() == 0
+        everybody = [*self.scheduler.running, *self.scheduler.waiting]
+        assert outcome.load.owed_tokens == sum(len(one.tokens) - one.computed for one in everybody)
+        assert outcome.load.running + outcome.load.waiting == len(everybody)
+        assert outcome.load.used_slots == outcome.kv.total - outcome.kv.free - outcome.kv.cached_idle
+        if outcome.prefixes is not None:
+            assert outcome.prefixes.lost == 0
+            self.index = (self.index | set(outcome.prefixes.here)) - set(outcome.prefixes.gone)
+        assert self.index == self.scheduler.pool.prefixes._indexed
         assert outcome.kv.fenced == 0, "nothing is in flight after a commit"
         assert len({delta.request_id for delta in outcome.deltas}) == len(outcome.deltas)
         for record in outcome.finished:
