@@ -85,6 +85,10 @@ FINISHED_OUTCOMES = ("stop", "length")
 STATES = GATEWAY_STATES[:3] + ENGINE_STATES + GATEWAY_STATES[3:]
 """All states in the order in which a life passes them."""
 KV_PLACES = ("free", "cached_idle", "filled", "tail", "lookahead", "fenced")
+ROUTINGS = ("only", "turn", "least", "cached", "relief", "key", "first_block", "two_choices")
+"""Why a request went to its replica: gateway.balance."""
+PROMISES = ("kept", "broken", "unpromised")
+"""Cached prompt tokens that the prefix index had foretold, those that it had and were not there, and the others."""
 BOOKS = ("kv", "latency", "token", "step")
 DROP_REASONS = ("sink_full", "live_full", "consumer_failed", "spans_queue_full", "spans_export_failed", "log_lines")
 
@@ -101,6 +105,8 @@ LABELS: dict[str, tuple[str, ...]] = {
     "work": ("prefill", "recompute", "decode", "draft", "abandoned"),
     "reason": DROP_REASONS,
     "kind": (*DEGENERATE_KINDS, OTHER),
+    "routing": (*ROUTINGS, OTHER),
+    "promise": PROMISES,
     "generation": ("0", "1", "2"),
     "gen_ai_operation_name": ("chat", "text_completion"),
     "gen_ai_provider_name": ("pellucid",),
