@@ -131,6 +131,11 @@ class Admission:
         await self._store.aclose()
 
     @property
+    def store(self) -> Store | None:
+        """The server of keys and limits, for others that have something to keep there."""
+        return self._store
+
+    @property
     def degraded(self) -> bool:
         """Whether the server is away: limits are kept by each gateway for itself, keys as they were known."""
         return self._store is not None and self._store.health.state == "open"

@@ -12,6 +12,7 @@ from litestar.datastructures import State
 from litestar.di import Provide
 from litestar.exceptions import HTTPException
 
+from cache.prefix_index import PrefixIndex
 from gateway.admission import Admission
 from gateway.backend import Backend
 from gateway.config import GatewayOptions
@@ -38,8 +39,9 @@ class Application:
             otlp_endpoint=options.otlp_endpoint,
             step_books=options.worker == 0,
         )
-        self.backend = Backend(options, self.hub)
         self.admission = Admission(options)
+        store = self.admission.store
+        self.backend = Backend(options, self.hub, PrefixIndex(store) if store is not None else None)
         self.siblings = Siblings(options, self.hub)
         self.gateway = Gateway(options, text, self.backend, self.hub, self.admission, self.siblings)
         self._text = text

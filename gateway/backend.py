@@ -4,15 +4,19 @@ The engines: all replicas, which of them gets a request, and the deadlines of wh
 
 import asyncio
 from collections.abc import Sequence
+from typing import Protocol
 
+from cache.prefix_index import PrefixIndex
 from engine.api import GenerateRequest, Hello
 from gateway import errors
 from gateway.calls import Call
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
 from gateway.poison import Poison
-from gateway.replica import Replica, Watcher
+from gateway.replica import Replica
+from gateway.replica import Watcher as StepWatcher
 from gateway.rescue import Rescue
+from gateway.routing import Observer, Placement, Router
 from telemetry import clock
 
 PROBE_S = 1.0
@@ -20,15 +24,21 @@ PROBE_S = 1.0
 DEADLINE_GRACE_S = 2.0  # the engine enforces the deadline itself; this is for one that does not
 
 
+class Watcher(StepWatcher, Observer, Protocol):
+    """The telemetry hub."""
+
+
 class Backend:
     """All replicas."""
 
-    def __init__(self, options: GatewayOptions, watcher: Watcher) -> None:
+    def __init__(self, options: GatewayOptions, watcher: Watcher, index: PrefixIndex | None = None) -> None:
         self._options = options
         self.poison = Poison()
         self._rescue = Rescue(self.poison, self.choose, deadline_s=options.resume_deadline_s)
+        self._router = Router(options.routing, index, watcher)
         self.replicas = [
-            Replica(number, address, watcher, self._rescue, options) for number, address in enumerate(options.engines)
+            Replica(number, address, watcher, self._rescue, self._router, options)
+            for number, address in enumerate(options.engines)
         ]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -45,27 +55,30 @@ class Backend:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._router.stop()
 
     def facts(self) -> Hello:
         """What a healthy engine says of itself: enough to plan a request.  Raises ApiError when there is none."""
         return self._healthy()[0][1]
 
-    async def choose(self, messages: Sequence[GenerateRequest], fingerprint: str = "") -> tuple[Replica, Hello]:
+    async def choose(self, messages: Sequence[GenerateRequest], fingerprint: str = "", key: str = "") -> Placement:
         """
-        The healthy replica with the fewest calls.  Raises ApiError when there is none.
+        A healthy replica.  Raises ApiError when there is none.
 
         Args:
             messages: the sequences of one request; they stay together.
             fingerprint: only engines with these weights, if it is not empty.
+            key: what requests have in common that had better meet; empty: nothing is known of that.
         """
-        fit = [one for one in self._healthy() if fingerprint in ("", one[1].fingerprint)]
-        if not fit:
-            raise errors.no_engine()
-        return min(fit, key=lambda one: one[0].working)
+        return await self._router.place(lambda: self._healthy(fingerprint), messages, key)
 
-    def _healthy(self) -> list[tuple[Replica, Hello]]:
+    def _healthy(self, fingerprint: str = "") -> list[tuple[Replica, Hello]]:
         now_ns = clock.now_ns()
-        found = [(replica, replica.hello) for replica in self.replicas if replica.hello and not replica.trouble(now_ns)]
+        found = [
+            (replica, replica.hello)
+            for replica in self.replicas
+            if replica.hello and not replica.trouble(now_ns) and fingerprint in ("", replica.hello.fingerprint)
+        ]
         if not found:
             raise errors.no_engine()
         return found

@@ -28,8 +28,8 @@ from math import ceil
 from random import Random
 from typing import Literal, NamedTuple
 
-Policy = Literal["round-robin", "least-tokens", "prefix"]
-POLICIES: tuple[Policy, ...] = ("round-robin", "least-tokens", "prefix")
+from gateway.config import Policy
+
 Reason = Literal[
     "only",  # there is no other
     "turn",  # round-robin

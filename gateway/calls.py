@@ -84,6 +84,8 @@ class Call:
         """Whether that engine reads the clock that we read."""
         self.fingerprint = ""
         """Of the weights that it was begun with; only those say the same again."""
+        self.promised_tokens = 0
+        """Of its prompt, what the prefix index says its engine has in its cache."""
         self.lives: list[Life] = []
         """Those that are over."""
         self.emitted: list[int] = []

@@ -2,8 +2,13 @@
 The gateway's configuration: parsed once into a frozen value.
 """
 
+from typing import Literal
+
 import msgspec
 
+Policy = Literal["round-robin", "least-tokens", "prefix"]
+POLICIES: tuple[Policy, ...] = ("round-robin", "least-tokens", "prefix")
+"""How a replica is chosen: gateway.balance."""
 REDIS_URL_VARIABLE = "PELLUCID_REDIS_URL"
 """It may hold a password, so it is not among the arguments, which everybody on the machine can read."""
 
@@ -19,6 +24,8 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Where the engine replicas listen: `unix:PATH` or `tcp:HOST:PORT`.  Their place here is their number."""
     engine_secret: bytes = b""
     """What engines on a network must know, and we; the process takes it from its environment."""
+    routing: Policy = "prefix"
+    """Which replica gets a request."""
     redis_url: str = ""
     """Where keys and limits are; the process takes it from its environment.  Empty: there are none."""
     redis_named: bool = False

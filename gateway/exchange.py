@@ -248,6 +248,9 @@ class Exchange:
             stream=self.live.stream,
             choices=self.live.choices,
             trace_id=self.live.trace.trace_id,
+            replica=self.live.replica,
+            routing=self.live.routing,
+            promised_tokens=self.live.promised_tokens,
         )
 
 

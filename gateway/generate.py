@@ -25,7 +25,7 @@ from gateway.config import GatewayOptions
 from gateway.decode import token_biases
 from gateway.errors import ApiError
 from gateway.exchange import Exchange
-from gateway.replica import Replica
+from gateway.routing import Placement
 from gateway.stream import DONE, Choice, Tokens, Writer, event
 from gateway.text import Piece, TextStream
 from gateway.tokens import ModelText
@@ -232,13 +232,14 @@ class Generation:
             for message in planned.messages
         ]
 
-    async def launch(self, replica: Replica) -> dict[str, str]:
+    async def launch(self, placed: Placement) -> dict[str, str]:
         """Send, and wait until all are accepted.  Returns headers that say what that took.  Raises ApiError."""
         exchange = self._exchange
         sent_ns = clock.now_ns()
         exchange.book.dispatched(sent_ns)
         for one in self._running:
-            replica.send(one.call)
+            one.call.promised_tokens = placed.promised_tokens or 0
+            placed.replica.send(one.call)
         while not all(one.call.accepted_ns for one in self._running):
             self._raise_failures()
             await exchange.flight.wait()

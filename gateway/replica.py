@@ -12,7 +12,20 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from engine.api import Abort, Delta, FrameError, FrameReader, Hello, Ping, Pong, StepFrame, decode_frame, encode
+from engine.api import (
+    Abort,
+    Delta,
+    FrameError,
+    FrameReader,
+    Hello,
+    Load,
+    Ping,
+    Pong,
+    PrefixNews,
+    StepFrame,
+    decode_frame,
+    encode,
+)
 from gateway import errors
 from gateway.calls import Call
 from gateway.config import GatewayOptions
@@ -26,6 +39,7 @@ BACKOFF_MAX_S = 2.0
 READ_BYTES_MAX = 256 * 1024
 WRITE_BUFFER_BYTES_MAX = 16 * 1024 * 1024
 STEPS_MISSED = 5
+STALE_S = 2.0
 
 _log = structlog.get_logger("pellucid.gateway")
 
@@ -57,24 +71,45 @@ class Losses(Protocol):
         """
 
 
+class Caches(Protocol):
+    """Who keeps count of what is in the prefix caches of engines: `gateway.routing.Router`."""
+
+    def heard(self, epoch: str, news: PrefixNews) -> None:
+        """What has changed there."""
+
+    def ended(self, epoch: str) -> None:
+        """There will be no more news of it."""
+
+
 class Replica:
     """One engine process.  `run` keeps the connection; everything else is a look or a write."""
 
-    def __init__(self, number: int, address: str, watcher: Watcher, losses: Losses, options: GatewayOptions) -> None:
+    def __init__(
+        self,
+        number: int,
+        address: str,
+        watcher: Watcher,
+        losses: Losses,
+        caches: Caches,
+        options: GatewayOptions,
+    ) -> None:
         """
         Args:
             number: what it is called here, whatever it calls itself: engines of other hosts do not know of each other.
             address: `unix:PATH` or `tcp:HOST:PORT`.
             watcher: is told what the engine reports.
             losses: is told which calls it has lost.
+            caches: is told what its engine has in the prefix cache, if it is we who are told.
             options: the secret of engines on a network, and how long an engine may be silent.
         """
         self.number = number
         self.address = address
         self.hello: Hello | None = None  # None: not connected
+        self.load: Load | None = None  # as it last said; None: it has not
         self.calls: dict[str, Call] = {}
         self._watcher = watcher
         self._losses = losses
+        self._caches = caches
         self._options = options
         self._away = ""
         """Why there is no connection, where that is worth a word."""
@@ -96,6 +131,10 @@ class Replica:
     def silent_s(self, now_ns: int) -> float:
         """How long nothing has come although it was asked something; 0 where it has answered."""
         return max(0.0, (now_ns - self._owes_since_ns) / 1e9) if self._owes_since_ns else 0.0
+
+    def is_stale(self, now_ns: int) -> bool:
+        """Whether it owes an answer for longer than its steps take: what it last said of its load may be wrong."""
+        return self.silent_s(now_ns) > self._patience.stale_s
 
     def trouble(self, now_ns: int) -> str:
         """Why no request should be sent here; empty: none."""
@@ -222,6 +261,9 @@ class Replica:
                 self.give_up(leaving)
             self._hand_on(handed_back, leaving, died=False)
         self._heard(now_ns)
+        self.load = frame.load or self.load
+        if frame.prefixes is not None and self.hello is not None:
+            self._caches.heard(self.hello.epoch, frame.prefixes)
         step = frame.step
         if step is None:
             return
@@ -236,9 +278,10 @@ class Replica:
         """The connection is gone, and every call with it."""
         if self.hello is not None:
             self._watcher.engine_down(self.number)
+            self._caches.ended(self.hello.epoch)
             _log.warning("engine lost", replica=self.number, calls=self.working)
         error, self._loss = self._loss or errors.engine_lost(), None
-        self.hello = self._writer = None
+        self.hello = self.load = self._writer = None
         self._owes_since_ns = 0
         self._hand_on(list(self.calls.values()), error, died=True)
 
@@ -274,6 +317,8 @@ class _Patience:
     def __init__(self, least_s: float, most_s: float) -> None:
         self._most_s = most_s
         self._limit_s = min(least_s, most_s)
+        self.stale_s = STALE_S
+        """It should have said something after so long: twice its longest step."""
         self._knows_steps = False
 
     def limit_s(self, *, working: bool) -> float:
@@ -284,6 +329,7 @@ class _Patience:
         """From a step that it has made."""
         worked_s = (step.step_ns - step.parts.get("idle", 0)) / 1e9
         self._limit_s = min(self._most_s, max(self._limit_s, STEPS_MISSED * worked_s))
+        self.stale_s = max(self.stale_s, 2 * worked_s)
         self._knows_steps = True
 
     def double(self) -> None:

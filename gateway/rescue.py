@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
-from engine.api import GenerateRequest, Hello
+from engine.api import GenerateRequest
 from gateway import errors
 from gateway.calls import Call
 from gateway.errors import ApiError
 from gateway.poison import Poison
-from gateway.replica import Replica
+from gateway.routing import Placement
 from telemetry import clock
 
 RESUMES_MAX = 3
@@ -27,7 +27,7 @@ POLL_S = 0.05
 
 _log = structlog.get_logger("pellucid.gateway")
 
-Choose = Callable[[Sequence[GenerateRequest], str], Awaitable[tuple[Replica, Hello]]]
+Choose = Callable[[Sequence[GenerateRequest], str], Awaitable[Placement]]
 """An engine for these messages, with that fingerprint.  Raises ApiError when there is none."""
 
 
@@ -112,10 +112,11 @@ class Rescue:
         if suspected and not self._end_trial():
             return
         try:
-            replica, _ = await self._choose((call.message,), call.fingerprint)
+            placed = await self._choose((call.message,), call.fingerprint)
             if call not in self._lost or call.flight.error is not None:
                 return  # Its client has left, meanwhile.
-            replica.send(call)
+            call.promised_tokens = placed.promised_tokens or 0
+            placed.replica.send(call)
         except ApiError:
             return  # Nobody can take it now.
         self._lost.pop(call)

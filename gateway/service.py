@@ -205,8 +205,11 @@ class Gateway:
             sequences=len(planned.messages),
             tokens_max=asked.tokens_max,
         )
-        replica, hello = await self.backend.choose(planned.messages)
+        key = asked.prompt_cache_key or asked.user or ""
+        placed = await self.backend.choose(planned.messages, key=key)
         self._check_wanted(exchange)
+        hello = placed.hello
+        exchange.live.placed(hello.replica, placed.reason, placed.promised_tokens)
         exchange.live.prompt_tokens = sum(len(message.prompt) for message in planned.messages)
         exchange.live.choices = len(planned.messages)
         exchange.live.parameters |= weight_attributes(hello.weights)
@@ -214,7 +217,7 @@ class Gateway:
         self._idle.clear()
         generation = Generation(exchange, planned, self.text, self.options)
         async with exchange.watched():
-            headers = await generation.launch(replica)
+            headers = await generation.launch(placed)
         return generation, hello, headers
 
     def _check_wanted(self, exchange: Exchange) -> None:

@@ -16,6 +16,7 @@ from telemetry.vocabulary import (
     KV_PLACES,
     LATENCY_BUCKETS_S,
     NS_PER_S,
+    PROMISES,
     STEP_BUCKETS_S,
     TOKEN_BUCKETS,
     Metric,
@@ -52,6 +53,14 @@ def _token_gap(record: RequestRecord) -> Points:
 def _was_admitted(record: RequestRecord) -> bool:
     """Whether the engine began with it: only then was the prefix cache asked."""
     return record.computed_tokens + record.cached_tokens > 0
+
+
+def _promises(record: RequestRecord) -> Points:
+    if record.promised_tokens is None or not _was_admitted(record):
+        return []
+    kept = min(record.promised_tokens, record.cached_tokens)
+    amounts = (kept, record.promised_tokens - kept, record.cached_tokens - kept)
+    return [((promise,), amount) for promise, amount in zip(PROMISES, amounts, strict=True)]
 
 
 def _gen_ai(record: RequestRecord, amount: int | None) -> Points:
@@ -188,6 +197,23 @@ REQUEST_METRICS = (
         "pellucid_prefix_cache_hit_tokens_total",
         "Prompt tokens that were found there; divide by the queries for the hit rate.",
         lambda r: r.cached_tokens,
+    ),
+    Metric(
+        name="pellucid_routed_requests_total",
+        kind="counter",
+        help="Requests that were given to a replica, by why it was that one.",
+        labels=("routing",),
+        of_request=lambda r: [((r.routing,), 1)] if r.routing else [],
+        zeros=True,
+    ),
+    Metric(
+        name="pellucid_prefix_index_tokens_total",
+        kind="counter",
+        help="Prompt tokens of requests that the prefix index was asked for: cached as it had promised, promised and "
+        "not cached, cached and not promised (it knows beginnings of whole 64 tokens).",
+        labels=("promise",),
+        of_request=_promises,
+        zeros=True,
     ),
     _latency(
         "gen_ai_server_request_duration_seconds",
@@ -479,6 +505,12 @@ VIEW_METRICS = (
 )
 
 FED_METRICS = (
+    Metric(
+        name="pellucid_prefix_index_news_lost_total",
+        kind="counter",
+        help="News of the engines' prefix caches that the index never had; it is right again when they are used again.",
+        zeros=True,
+    ),
     Metric(
         name="pellucid_book_mismatches_total",
         kind="counter",

@@ -78,7 +78,17 @@ class LiveRequest:
     """Tokens that the client has been sent so far; the gateway adds to it."""
     first_token_ns: int = 0
     """From acceptance to the first output token; 0: none yet."""
+    replica: int = -1
+    """The one that it was given to at first; -1: none yet."""
+    routing: str = ""
+    """Why that one: of `telemetry.vocabulary.ROUTINGS`."""
+    promised_tokens: int | None = None
+    """Of its prompt, what the prefix index said that replica has in its cache; None: it was not asked, or away."""
     parameters: dict[str, Attribute] = field(default_factory=dict)
     """What was asked for, by the names of `telemetry.names.REQUEST_PARAMETERS`: max_tokens, temperature, seed, ..."""
     error: str = ""
     """The code of the error that the request ended with, if any: becomes `error.type`, so it is one of a few words."""
+
+    def placed(self, replica: int, routing: str, promised_tokens: int | None) -> None:
+        """A replica has been chosen."""
+        self.replica, self.routing, self.promised_tokens = replica, routing, promised_tokens

@@ -134,6 +134,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     choices: int = 1
     trace_id: str = ""
+    replica: int = -1  # that it was given to at first; -1: none
+    routing: str = ""  # why that one: of telemetry.vocabulary.ROUTINGS
+    promised_tokens: int | None = None  # of its prompt, cached there by the prefix index's word; None: it had none
 
     def imbalance(self) -> int:
         """Nanoseconds of the request's life that no state accounts for."""

@@ -187,6 +187,10 @@ def _gen_ai_attributes(record: RequestRecord, live: LiveRequest | None, operatio
         names.KV_BLOCK_SECONDS: record.kv_block_ns / NS_PER_S,
         names.TOKEN_GAP_MAX_SECONDS: record.gap_max_ns / NS_PER_S,
     }
+    if record.routing:
+        attributes |= {names.REPLICA: record.replica, names.ROUTING: record.routing}
+    if record.promised_tokens is not None:
+        attributes[names.PROMISED_TOKENS] = record.promised_tokens
     if record.choices != 1:
         attributes[names.GEN_AI_REQUEST_CHOICE_COUNT] = record.choices
     if record.stream and record.first_token_ns > 0:

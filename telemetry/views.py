@@ -43,6 +43,9 @@ def _live_json(live: LiveRequest, now_ns: int) -> JsonObject:
         "stream": live.stream,
         "choices": live.choices,
         "trace_id": live.trace.trace_id,
+        "replica": live.replica,
+        "routing": live.routing,
+        "promised_tokens": live.promised_tokens,
     }
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway import balance
-from gateway.balance import POLICIES, Ask, Candidate, Policy, Reason, choose
+from gateway.balance import Ask, Candidate, Reason, choose
+from gateway.config import POLICIES, Policy
 from telemetry.vocabulary import LABELS, OTHER
 
 PROMPT = 1000

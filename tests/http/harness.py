@@ -4,6 +4,7 @@ engine that misbehaves on purpose.
 """
 
 import asyncio
+import secrets
 import socket
 import threading
 from pathlib import Path
@@ -153,7 +154,7 @@ class ShellEngine:
             vocab_size=vocab_size,
         )
         hello = Hello(
-            epoch="shell",
+            epoch=secrets.token_hex(8),
             replica=0,
             clock_id=CLOCK_ID,
             model=MODEL,

@@ -17,7 +17,8 @@ from engine.config import SchedulerConfig
 from engine.device.fake import FakeRunner
 from engine.plan import StepPlan
 from engine.scheduler import Scheduler
-from gateway.balance import POLICIES, Ask, Candidate, Policy, choose
+from gateway.balance import Ask, Candidate, choose
+from gateway.config import POLICIES, Policy
 from telemetry.records import RequestRecord
 
 STEP_NS, ROW_NS = 8_000_000, 1_000_000

@@ -5,7 +5,7 @@ Random records whose books close, as the real ones do.
 from hypothesis import strategies as st
 
 from telemetry.records import COMPUTE_PARTS, STEP_PARTS, KvBook, RequestRecord, StepRecord
-from telemetry.vocabulary import FINISHED_OUTCOMES, OUTCOMES, ROUTES, STATES
+from telemetry.vocabulary import FINISHED_OUTCOMES, OUTCOMES, ROUTES, ROUTINGS, STATES
 
 MODEL = "tiny"
 counts = st.integers(0, 5000)
@@ -47,6 +47,8 @@ def request_records(draw: st.DrawFn) -> RequestRecord:
         stream=draw(st.booleans()),
         choices=draw(st.integers(1, 8)),
         trace_id=f"{draw(st.integers(1, 2**128 - 1)):032x}",
+        routing=draw(st.sampled_from(("", *ROUTINGS))),
+        promised_tokens=draw(st.none() | counts),
     )
 
 

@@ -23,6 +23,7 @@ from telemetry.vocabulary import (
     LABELS,
     LATENCY_BUCKETS_S,
     OTHER,
+    PROMISES,
     STATES,
     ReplicaView,
     View,
@@ -89,6 +90,12 @@ def test_the_sums_over_requests_equal_the_metrics(records: list[RequestRecord]) 
         "pellucid_prefix_cache_hit_tokens_total": "cached_tokens",
     }.items():
         assert total(series, name) == sum(getattr(record, field) for record in records), name
+    assert total(series, "pellucid_routed_requests_total") == sum(bool(record.routing) for record in records)
+    asked = [one for one in records if one.promised_tokens is not None and one.computed_tokens + one.cached_tokens]
+    promised = {name: total(series, "pellucid_prefix_index_tokens_total", promise=name) for name in PROMISES}
+    assert promised["kept"] + promised["broken"] == sum(one.promised_tokens or 0 for one in asked)
+    assert promised["kept"] + promised["unpromised"] == sum(one.cached_tokens for one in asked)
+    assert promised["kept"] == sum(min(one.promised_tokens or 0, one.cached_tokens) for one in asked)
 
 
 @settings(max_examples=60, deadline=None)

@@ -46,6 +46,15 @@ def a_live(**changes: object) -> LiveRequest:
     return live
 
 
+def test_where_it_went_and_why_is_on_the_generation() -> None:
+    record = a_record(replica=2, routing="cached", promised_tokens=64)
+    attributes = request_spans(record, None, offset_ns=OFFSET_NS)[1].attributes
+    expected = {"pellucid.replica": 2, "pellucid.routing": "cached", "pellucid.tokens.promised": 64}
+    assert expected.items() <= attributes.items()
+    unplaced = request_spans(a_record(), None, offset_ns=OFFSET_NS)[1].attributes
+    assert not unplaced.keys() & expected.keys()
+
+
 @settings(max_examples=150, deadline=None)
 @given(record=request_records().filter(lambda record: record.route not in OBSERVING_ROUTES))
 def test_any_request_makes_one_whole_tree(record: RequestRecord) -> None:
