@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from gateway.config import POLICIES, Policy
 from launch.errors import UserError
 from launch.parse import (
     nearest,
@@ -188,6 +189,13 @@ OPTIONS = (
         parse=whole(least=1, most=WORKERS_MAX),
     ),
     Option(
+        name="routing",
+        default="prefix",
+        metavar="POLICY",
+        help="Which replica gets a request: prefix (who has its beginning cached), least-tokens or round-robin.",
+        parse=one_of(*POLICIES),
+    ),
+    Option(
         name="threads",
         default="0",
         metavar="COUNT",
@@ -329,6 +337,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine: tuple[str, ...]
     engine_secret_file: str
     workers: int
+    routing: Policy
     threads: int
     max_context: int
     kv_memory: KvMemory

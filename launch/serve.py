@@ -244,6 +244,7 @@ def gateway_options(
         model=str(model.path),
         model_name=options.model_name or model.name,
         engines=engines,
+        routing=options.routing,
         pepper_file=str(pepper),
         redis_named=bool(options.redis_url),
         host=options.host,

@@ -59,6 +59,7 @@ GIVEN = {
     "kv_dtype": "fp8",
     "replicas": "2",
     "workers": "2",
+    "routing": "least-tokens",
     "threads": "3",
     "max_context": "77",
     "max_queue": "5",
