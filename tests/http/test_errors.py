@@ -112,7 +112,7 @@ class TestModel:
         error_of(shell.client.get("/v1/models/a/b"), 404, "invalid_request_error", "model_not_found", "model")
 
     def test_a_name_with_a_slash(self, custom: Custom) -> None:
-        gateway, _ = custom(model_name="org/tiny-1B")
+        gateway, _ = custom(model_name="org/tiny-1B", ready=False)
         assert gateway.client.get("/v1/models/org/tiny-1B").json()["id"] == "org/tiny-1B"
 
 
