@@ -4,16 +4,12 @@ Whose limits hold for a request: its key, the key's tenant, the tenant's organis
 An organisation's name is the hash tag of all that its requests touch: one script reaches all levels on a cluster too.
 """
 
-import re
 from typing import Annotated, Literal
 
 import msgspec
 
-from cache.errors import NotAllowed
-
 LIMIT_MAX = 10**15
 """Beyond any real limit, and small enough for Lua's doubles to be exact."""
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 Limit = Annotated[int, msgspec.Meta(ge=0, le=LIMIT_MAX)] | None
 Policy = Literal["local", "closed", "open"]
 """What a request gets while the server is away: a share of its limits in each worker, a 503, or everything."""
@@ -73,12 +69,3 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         buckets = [level.limits.tokens_per_minute for level in self.levels]
         smallest = min((bucket for bucket in buckets if bucket is not None), default=prompt_tokens + default_tokens)
         return min(prompt_tokens + default_tokens, max(prompt_tokens, smallest))
-
-
-def check_name(name: str, what: str) -> str:
-    """A name that may stand in a key of the server.  Raises NotAllowed."""
-    if not NAME.fullmatch(name):
-        raise NotAllowed(
-            f"{what}: 1 to 64 letters, digits, dots, dashes and underscores, beginning with a letter or digit"
-        )
-    return name

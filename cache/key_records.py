@@ -20,9 +20,17 @@ from cache.accounts import Account, Level, Limits, Policy
 PRIORITIES = ("low", "normal", "high")
 Priority = Literal["low", "normal", "high"]
 Weight = Annotated[int, msgspec.Meta(ge=1, le=1000)]
-Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""May stand in a key of the server: no braces, no colons."""
-Label = Annotated[str, msgspec.Meta(max_length=200)]
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+"""May stand in a key of the server: no braces, no colons; and no newline at its end, which `$` would let pass."""
+NAME_RULE = "1 to 64 letters, digits, dots, dashes and underscores, and a letter or digit first"
+Label = Annotated[
+    str,
+    msgspec.Meta(
+        max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]*\Z"
+    ),
+]
+"""May be shown on a terminal: one line, and nothing that moves the cursor or turns the writing round."""
+LABEL_RULE = "at most 200 printable characters"
 MODELS_MAX = 100
 PRESENTED_CHARS_MAX = 256
 PEPPER_BYTES_MIN = 16

@@ -23,6 +23,8 @@ from cache.connection import Script, Store
 from cache.errors import Misconfigured, NotAllowed, Unavailable
 from cache.key_records import (
     DEFAULT_ORGANISATION,
+    LABEL_RULE,
+    NAME_RULE,
     NOBODY,
     PEPPER_BYTES_MIN,
     AuditLine,
@@ -350,4 +352,13 @@ def _checked(record: _Record) -> _Record:
     try:
         return msgspec.convert(msgspec.to_builtins(record), type(record))
     except msgspec.ValidationError as error:
-        raise NotAllowed(str(error)) from None
+        raise NotAllowed(_words_of(str(error))) from None
+
+
+def _words_of(error: str) -> str:
+    """msgspec's words, but for a rule rather than its regular expression."""
+    what, _, path = error.rstrip("`").rpartition(" - at `$.")
+    if "regex" not in what:
+        return error
+    field = path.rpartition(".")[2]
+    return f"{field}: {LABEL_RULE if field.startswith(('label', 'models')) else NAME_RULE}"

@@ -252,6 +252,33 @@ async def test_what_is_out_of_bounds_is_refused_and_written_nowhere(world: World
         await keys.create(tenant="t", actor="a")
 
 
+UNPRINTABLE = ("\n", "a\nb", "\r", "\x1b[2J", "\x00", "\x9b31m", "\u2028", "\u202eabc", "\ufeff")
+
+
+@pytest.mark.parametrize("wrong", ["", "a\n", "a b", "{a}", "a:b", "a/b", "\u00e9", "-a", "a" * 65, *UNPRINTABLE])
+async def test_a_name_that_may_not_stand_in_a_key_of_the_server(world: World, wrong: str) -> None:
+    """What comes behind the hash tag's braces or the end of a line would be another key, or another line of a list."""
+    keys = world.process()
+    for doing in (
+        keys.create(tenant=wrong, actor="a"),
+        keys.put_tenant(Tenant(name=wrong), actor="a"),
+        keys.put_tenant(Tenant(name="t", organisation=wrong), actor="a"),
+        keys.put_organisation(Organisation(name=wrong), actor="a"),
+    ):
+        with pytest.raises(NotAllowed, match="letters, digits"):
+            await doing
+    assert await keys.list_tenants() == [] and await keys.list_organisations() == []
+
+
+@pytest.mark.parametrize("wrong", UNPRINTABLE)
+async def test_what_a_list_shows_is_one_line_for_each_key(world: World, wrong: str) -> None:
+    keys = world.process()
+    for doing in (keys.create(tenant="t", actor="a", label=wrong), keys.create(tenant="t", actor="a", models=[wrong])):
+        with pytest.raises(NotAllowed, match="printable"):
+            await doing
+    await keys.create(tenant="t", actor="a", label="\u00fc \u4f60\u597d \U0001f600", models=["org/model:v1 (4 bit)"])
+
+
 async def test_a_damaged_record_is_unavailable_and_lets_nobody_in(world: World, own_valkey: Server) -> None:
     keys = world.process()
     issued = await keys.create(tenant="t", actor="a")
