@@ -6,7 +6,8 @@ Admission: reserve before a request runs, renew while it runs, settle when it ha
 
 On the server (limits.lua) a reservation is a key that settling deletes.  What cannot be settled because the server is
 away is owed: it is kept here, within a bound, and paid when the server is back.  Paying twice does no harm, so whatever
-is in doubt is owed: also a reservation whose caller was cancelled, or whose reply never came.
+is in doubt is owed.  A reservation whose caller was cancelled, or whose reply never came, is declared void: its command
+may still be under way on another connection, and must find that nobody wants it any more.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ OWED_MAX = 10_000
 PAY_RETRY_S = 1.0
 Kind = Literal["requests", "tokens", "concurrent", "spend"]
 Source = Literal["server", "local", "open", "unlimited"]
+End = Literal["settle", "refund", "void"]
 _log = get_logger("pellucid.cache")
 
 
@@ -75,9 +77,9 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
 class _Settlement(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     account: Account
+    end: End
     tokens: int = 0
     micros: int = 0
-    whole: bool = False
 
 
 class Limiter:
@@ -125,14 +127,17 @@ class Limiter:
             return wanted
         # Beyond every limit is beyond every limit: the script need not count so far.
         args = self._args("reserve", account, min(tokens, LIMIT_MAX + 1), min(micros, LIMIT_MAX + 1))
-        back = _Settlement(id=wanted.id, account=account, whole=True)
         try:
-            reply = await self._store.run(self._script, _keys(account, wanted.id), args, left=lambda: self._owe(back))
+            reply = await self._store.run(
+                self._script, _keys(account, wanted.id), args, left=lambda: self.give_back(wanted)
+            )
         except Unavailable as error:
             if error.maybe_ran:
-                self._owe(back)
+                self.give_back(wanted)
             return self._reserve_without_server(wanted, error)
-        figures = _figures(account.limited, [int(number) for number in reply[5:]])
+        if len(reply) < 5:
+            raise Unavailable("this reservation is void")  # we said so, and nobody can be waiting for it
+        figures = _figures(account.limited, [int(number) for level in reply[5:] for number in level.split()])
         if reply[0] == b"1":
             return msgspec.structs.replace(wanted, figures=figures, source="server")
         level = account.limited[int(reply[2]) - 1]
@@ -156,11 +161,15 @@ class Limiter:
         May be cancelled and may be called again: it happens once.  Returns whether it has happened now; False is also
         the answer when it must wait for the server.
         """
-        return await self._settle(reservation, tokens=tokens, micros=micros, whole=False)
+        return await self._settle(reservation, "settle", tokens=tokens, micros=micros)
 
     async def refund(self, reservation: Reservation) -> bool:
         """Give all of it back, the request too: it failed before its first token."""
-        return await self._settle(reservation, tokens=0, micros=0, whole=True)
+        return await self._settle(reservation, "refund")
+
+    def give_back(self, wanted: Reservation) -> None:
+        """Nobody knows whether the server has, or will have, reserved this: in the end it has not."""
+        self._owe(_Settlement(id=wanted.id, account=wanted.account, end="void"))
 
     async def aclose(self) -> None:
         """Stop paying; what is still owed is forgotten."""
@@ -170,16 +179,16 @@ class Limiter:
 
     # ---- with the server
 
-    async def _settle(self, reservation: Reservation, *, tokens: int, micros: int, whole: bool) -> bool:
+    async def _settle(self, reservation: Reservation, end: End, *, tokens: int = 0, micros: int = 0) -> bool:
         assert tokens >= 0 and micros >= 0
         if reservation.source != "server":
-            return self._settle_here(reservation, tokens, micros, whole=whole)
+            return self._settle_here(reservation, end, tokens, micros)
         settlement = _Settlement(
             id=reservation.id,
             account=reservation.account,
+            end=end,
             tokens=min(tokens, LIMIT_MAX),
             micros=min(micros, LIMIT_MAX),
-            whole=whole,
         )
         try:
             return await self._pay(settlement, left=lambda: self._owe(settlement))
@@ -189,7 +198,7 @@ class Limiter:
 
     async def _pay(self, settlement: _Settlement, *, left: Callable[[], None] | None = None) -> bool:
         account = settlement.account
-        args = self._args("settle", account, settlement.tokens, settlement.micros, whole=settlement.whole)
+        args = self._args(settlement.end, account, settlement.tokens, settlement.micros)
         reply = await self._store.run(self._script, _keys(account, settlement.id), args, left=left)
         return reply[0] == b"1"
 
@@ -208,17 +217,17 @@ class Limiter:
             try:
                 await self._pay(settlement)
             except Unavailable:
+                self._owed.rotate(-1)  # it may be this one alone that cannot be paid, and others wait behind it
                 await asyncio.sleep(PAY_RETRY_S)
                 continue
             if self._owed and self._owed[0] is settlement:  # else the bound has dropped it meanwhile
                 self._owed.popleft()
         _log.debug("all that was owed is settled")
 
-    def _args(
-        self, operation: str, account: Account, tokens: int = 0, micros: int = 0, *, whole: bool = False
-    ) -> list[str]:
+    def _args(self, operation: End | Literal["reserve", "renew"], account: Account, *amounts: int) -> list[str]:
+        tokens, micros = amounts or (0, 0)
         limits = [word for level in account.limited for word in level.limits.words]
-        return [operation, self._lease_us, str(tokens), str(micros), "1" if whole else "0", *limits]
+        return [operation, self._lease_us, str(tokens), str(micros), *limits]
 
     # ---- without it
 
@@ -242,14 +251,14 @@ class Limiter:
         self._running_here.add(wanted.id)
         return msgspec.structs.replace(wanted, figures=figures, source="local")
 
-    def _settle_here(self, reservation: Reservation, tokens: int, micros: int, *, whole: bool) -> bool:
+    def _settle_here(self, reservation: Reservation, end: End, tokens: int, micros: int) -> bool:
         if reservation.id not in self._running_here:
             return reservation.source == "unlimited"
         self._running_here.discard(reservation.id)
         self._local.settle(
             reservation.account.organisation,
             reservation.account.limited,
-            requests=-1 if whole else 0,
+            requests=-1 if end == "refund" else 0,
             tokens=tokens - reservation.tokens,
             micros=micros - reservation.micros,
             now_us=self._now_ns() // 1000,

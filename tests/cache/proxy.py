@@ -1,4 +1,4 @@
-"""A proxy between us and a server, over real sockets, that delays replies or holds them back."""
+"""A proxy between us and a server, over real sockets, that delays replies, or holds them or a request back."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Proxy:
-    """`delay_s` lies between a reply's arrival here and its way on; `held` keeps all of them until it is set."""
+    """`delay_s` lies between a reply's arrival here and its way on; `passing` keeps all of them until it is set."""
 
     def __init__(self, target: Path, path: Path) -> None:
         self.path = path
@@ -15,8 +15,14 @@ class Proxy:
         self.connections = 0
         self.passing = asyncio.Event()
         self.passing.set()
+        self._detained: asyncio.Event | None = None
         self._target = target
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def detain(self) -> asyncio.Event:
+        """The next request waits for this, as in a network that is slow for some; also when its sender has gone."""
+        self._detained = asyncio.Event()
+        return self._detained
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -32,6 +38,9 @@ class Proxy:
                 if slow:
                     await asyncio.sleep(self.delay_s)
                     await self.passing.wait()
+                elif self._detained is not None:
+                    detained, self._detained = self._detained, None
+                    await detained.wait()
                 writer.write(data)
                 await writer.drain()
         except OSError:

@@ -8,7 +8,7 @@ clock against the same model.
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import pytest
@@ -27,9 +27,11 @@ from hypothesis.stateful import (
 
 from cache.accounts import LIMIT_MAX, Account, Level, LevelName, Limits
 from cache.connection import Script, Store
-from cache.limits import SCRIPT, Limiter, Refusal, Reservation
+from cache.errors import Unavailable
+from cache.limits import SCRIPT, Figures, Limiter, Refusal, Reservation
 from cache.redis_url import parse_redis_url
-from tests.cache.book import DAY_US, MINUTE_US, NEVER, Auditor, Book
+from tests.cache.book import DAY_US, MINUTE_US, NEVER, Auditor, Book, charges, limit_of, wait_us
+from tests.cache.book import Level as BookLevel
 from tests.cache.conftest import OpenStore
 from tests.cache.servers import Server
 
@@ -73,7 +75,7 @@ steps_us = (
 
 
 class Limiting(RuleBasedStateMachine):
-    """Three workers, one account, one clock."""
+    """Three workers, one clock, one account, whose limits change while requests run."""
 
     runner: asyncio.Runner  # these two are set by the test
     store: Store
@@ -83,15 +85,26 @@ class Limiting(RuleBasedStateMachine):
     @initialize(chosen=st.lists(limits, min_size=3, max_size=3))
     def begin(self, chosen: list[Limits]) -> None:
         self.now_us = 1_800_000_000_000_000
-        levels = tuple(Level(name, "one", one) for name, one in zip(NAMES, chosen, strict=True))
-        self.account = Account(organisation=f"o-{secrets.token_hex(8)}", levels=levels)
-        self.book = Book([level.limits for level in self.account.limited], LEASE_US)
-        self.auditors = [
-            (Auditor(one.limits.requests_per_minute or 0), Auditor(one.limits.tokens_per_minute or 0))
-            for one in self.account.limited
-        ]
+        self.organisation = f"o-{secrets.token_hex(8)}"
+        self.book = Book(len(NAMES), LEASE_US)
+        self.auditors = [(Auditor(one.requests_per_minute), Auditor(one.tokens_per_minute)) for one in chosen]
+        self._choose(chosen)
         self.workers = [Limiter(self.store, script=CLOCKED, workers=WORKERS, worker=n) for n in range(WORKERS)]
         self._set_clock()
+
+    def _choose(self, chosen: Sequence[Limits]) -> None:
+        levels = tuple(Level(name, "one", one) for name, one in zip(NAMES, chosen, strict=True))
+        self.account = Account(organisation=self.organisation, levels=levels)
+        for one, (of_requests, of_tokens) in zip(chosen, self.auditors, strict=True):
+            of_requests.allow(one.requests_per_minute)
+            of_tokens.allow(one.tokens_per_minute)
+
+    @rule(which=st.integers(0, 2), one=limits)
+    def limits_change(self, which: int, one: Limits) -> None:
+        """Those that are running were charged under the old ones."""
+        chosen = [level.limits for level in self.account.levels]
+        chosen[which] = one
+        self._choose(chosen)
 
     def _set_clock(self) -> None:
         words = [str(self.now_us // 10**6), str(self.now_us % 10**6)]
@@ -138,19 +151,19 @@ class Limiting(RuleBasedStateMachine):
             assert isinstance(answer, Reservation) and answer.source == "unlimited"
             return multiple()
         cut = min(tokens, LIMIT_MAX + 1), min(micros, LIMIT_MAX + 1)
-        ways = self.book.reserve(name, self.now_us, *cut)
+        ways = self.book.reserve(name, self.now_us, *cut, [level.limits for level in self.account.levels])
         note(f"{answer} {ways}")
         if isinstance(answer, Refusal):
             self._check_refusal(answer, ways)
             assert self._dump() == before, "a refusal has written something"
             return multiple()
         assert answer.source == "server" and ways == []
-        self._audit(1, cut[0], admitted=True)
+        self._audit(1, cut[0], self.account, admitted=True)
         self._check_figures(answer)
         return answer
 
     def _check_refusal(self, answer: Refusal, ways: list[tuple[int, str, int]]) -> None:
-        waits = {(self.account.limited[level].name, limit): us for level, limit, us in ways}
+        waits = {(NAMES[level], limit): us for level, limit, us in ways}
         told = waits[answer.level.name, answer.limit]
         assert answer.can_succeed == (told != NEVER)
         if told == NEVER:
@@ -162,16 +175,23 @@ class Limiting(RuleBasedStateMachine):
 
     def _check_figures(self, answer: Reservation) -> None:
         figures = answer.figures
-        requests = [one.requests.held // 1 for one in self.book.levels if one.requests is not None]
-        tokens = [max(0, one.tokens.held // 1) for one in self.book.levels if one.tokens is not None]
+        limited = self._limited_levels()
+        requests = [held // 1 for one in limited if (held := one.held["requests"]) is not None]
+        tokens = [max(0, held // 1) for one in limited if (held := one.held["tokens"]) is not None]
         assert figures.requests_remaining == min(requests, default=None)
         assert figures.tokens_remaining == min(tokens, default=None)
-        for level in self.book.levels:
-            bucket = level.tokens
-            if bucket is not None and max(0, bucket.held // 1) == figures.tokens_remaining:
-                full_us = bucket.wait_us(bucket.limit)
+        for level in limited:
+            held, limit = level.held["tokens"], level.limits.tokens_per_minute
+            if held is not None and limit is not None and max(0, held // 1) == figures.tokens_remaining:
+                full_us = wait_us(held, limit, limit)
                 assert figures.tokens_reset_ms is not None
                 assert full_us == NEVER or figures.tokens_reset_ms >= (full_us - full_us // 2**51) // 1000
+
+    def _limited_levels(self) -> list[BookLevel]:
+        """Of the model, those that the account limits now."""
+        return [
+            mine for mine, level in zip(self.book.levels, self.account.levels, strict=True) if charges(level.limits)
+        ]
 
     @rule(
         target=ended,
@@ -191,8 +211,45 @@ class Limiting(RuleBasedStateMachine):
         tokens = min(tokens, LIMIT_MAX)
         reserved = self.book.reserved[reservation.id][0]
         assert done and self.book.settle(reservation.id, self.now_us, tokens, micros, whole=whole)
-        self._audit(-1 if whole else 0, tokens - reserved, admitted=False)
+        self._audit(-1 if whole else 0, tokens - reserved, reservation.account)
         return reservation
+
+    @rule(target=ended, reservation=consumes(live))
+    def a_late_answer_is_void(self, reservation: Reservation) -> Reservation:
+        self._void(reservation)
+        self._audit(-1, -reservation.tokens, reservation.account)
+        return reservation
+
+    @rule(reservation=ended)
+    def void_again(self, reservation: Reservation) -> None:
+        self._void(reservation)
+
+    def _void(self, reservation: Reservation) -> None:
+        before = self._dump() if reservation.id not in self.book.reserved else None
+        self.runner.run(self._give_back(reservation))
+        self.book.void(reservation.id, self.now_us)
+        assert before is None or self._dump() == before
+
+    async def _give_back(self, reservation: Reservation) -> None:
+        self.workers[0].give_back(reservation)
+        async with asyncio.timeout(20):
+            while self.workers[0].owed:
+                await asyncio.sleep(0)
+
+    @rule(target=ended, tokens=st.integers(0, 12))
+    def void_before_it_arrives(self, tokens: int) -> object:
+        """The command was held up on its way, and what gives it back was not."""
+        name = secrets.token_hex(12)
+        worker = Limiter(self.store, script=CLOCKED, new_id=lambda: name)
+        late = Reservation(id=name, account=self.account, tokens=tokens, micros=0, figures=Figures(), source="server")
+        self._void(late)
+        before = self._dump()
+        try:
+            assert isinstance(self.runner.run(worker.reserve(self.account, tokens=tokens)), Refusal)
+        except Unavailable as error:
+            assert "void" in str(error)
+        assert self._dump() == before
+        return late
 
     @rule(reservation=ended, tokens=amounts)
     def settle_again(self, reservation: Reservation, tokens: int) -> None:
@@ -210,49 +267,50 @@ class Limiting(RuleBasedStateMachine):
     def crash(self, reservation: Reservation) -> None:
         """Its worker will never settle it."""
 
-    def _audit(self, requests: int, tokens: int, *, admitted: bool) -> None:
-        for level, (of_requests, of_tokens) in zip(self.account.limited, self.auditors, strict=True):
-            of_requests.charge(requests)
-            of_tokens.charge(tokens)
-            if admitted and level.limits.requests_per_minute is not None:
+    def _audit(self, requests: int, tokens: int, account: Account, *, admitted: bool = False) -> None:
+        for level, (of_requests, of_tokens) in zip(account.levels, self.auditors, strict=True):
+            if level.limits.requests_per_minute is not None:
+                of_requests.charge(requests)
+            if level.limits.tokens_per_minute is not None:
+                of_tokens.charge(tokens)
+            if admitted:
                 of_requests.check()
-            if admitted and level.limits.tokens_per_minute is not None:
                 of_tokens.check()
 
     def _dump(self) -> list[bytes]:
         """All that the server holds of the account."""
-        keys = self._keys()
-        return self.runner.run(self.store.run(DUMP, keys, [])) if keys else []
+        return self.runner.run(self.store.run(DUMP, self._keys(), []))
 
     def _keys(self) -> list[str]:
-        prefix = f"pellucid:{{{self.account.organisation}}}"
-        return [f"{prefix}:{kind}:{one.name}:one" for one in self.account.limited for kind in ("limits", "leases")]
+        prefix = f"pellucid:{{{self.organisation}}}"
+        return [f"{prefix}:{kind}:{name}:one" for name in NAMES for kind in ("limits", "leases")]
 
     @invariant()
     def the_servers_leases_are_the_models(self) -> None:
         if not hasattr(self, "account"):
             return
-        leases = self._keys()[1::2]
-        counted = self.runner.run(self.store.run(COUNT, leases, [f"({self.now_us}"])) if leases else []
+        counted = self.runner.run(self.store.run(COUNT, self._keys()[1::2], [f"({self.now_us}"]))
         assert [int(number) for number in counted] == [level.running(self.now_us) for level in self.book.levels]
 
     @invariant()
     def the_servers_buckets_are_the_models(self) -> None:
         """To the last part of a token: a rounding that adds up over a day would not show in one answer."""
-        if not hasattr(self, "account") or not self.account.limited:
+        if not hasattr(self, "account"):
             return
         held = self.runner.run(self.store.run(GET, self._keys()[0::2], []))
         for words, level in zip(held, self.book.levels, strict=True):
             if level.touched_us is None:
                 assert not words
                 continue
-            at, requests, requests_part, tokens, tokens_part, day, spent = map(int, words.split())
-            assert at == level.touched_us
-            if level.requests is not None:
-                assert requests + Fraction(requests_part, MINUTE_US) == level.requests.held
-            if level.tokens is not None:
-                assert tokens + Fraction(tokens_part, MINUTE_US) == level.tokens.held
-            assert (day, spent) == (level.day, level.spent)
+            numbers = list(map(int, words.split()))
+            assert numbers[0] == level.touched_us
+            for place, kind in ((1, "requests"), (3, "tokens")):
+                shown = numbers[place] + Fraction(numbers[place + 1], MINUTE_US)
+                assert level.held[kind] is None or shown == level.held[kind]
+            assert numbers[5:7] == [level.day, level.spent]
+            for shown_limit, kind in zip(numbers[7:], ("requests", "tokens"), strict=True):
+                limit = limit_of(level.limits, kind)
+                assert shown_limit == (-1 if limit is None else limit)
 
     def teardown(self) -> None:
         if not hasattr(self, "account"):

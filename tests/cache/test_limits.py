@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import secrets
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.cache.book import Book
 from tests.cache.conftest import OpenStore
 from tests.cache.proxy import proxying
 from tests.cache.servers import Server
+from tests.cache.test_book import GET
 
 LEASE_US = 30_000_000
 NAMES: tuple[LevelName, ...] = ("organisation", "tenant", "key")
@@ -63,7 +65,7 @@ async def test_the_unchanged_script_does_what_the_model_does_on_the_servers_cloc
         Limits(tokens_per_minute=59_999_999),
     ]
     of = account(*limits)
-    book, waits = Book(limits, LEASE_US), 0
+    book, waits = Book(len(limits), LEASE_US), 0
     held: list[str] = []
     prefix = f"pellucid:{{{of.organisation}}}"
     levels = [f"{prefix}:{kind}:{name}:x" for name in NAMES for kind in ("limits", "leases")]
@@ -71,22 +73,24 @@ async def test_the_unchanged_script_does_what_the_model_does_on_the_servers_cloc
     for number in range(300):
         if held and choose.random() < 0.45:
             name, tokens = held.pop(choose.randrange(len(held))), choose.choice((0, 500, 100_000))
-            args = ["settle", str(LEASE_US), str(tokens), "3", "0", *words]
+            args = ["settle", str(LEASE_US), str(tokens), "3", *words]
             reply = await store.run(SCRIPT, [*levels, f"{prefix}:reservation:{name}"], args)
-            assert reply[0] == b"1" and book.settle(name, int(reply[1]), tokens, 3, whole=False)
+            assert reply == [b"1"]
+            touched_us = [int((await store.run(GET, [key], []))[0].split()[0]) for key in levels[0::2]]
+            assert book.settle(name, touched_us[0], tokens, 3, whole=False) and len(set(touched_us)) == 1
             continue
         name, tokens = str(number), choose.choice((0, 1_000, 20_000_000))
-        args = ["reserve", str(LEASE_US), str(tokens), "10", "0", *words]
+        args = ["reserve", str(LEASE_US), str(tokens), "10", *words]
         reply = await store.run(SCRIPT, [*levels, f"{prefix}:reservation:{name}"], args)
-        ways = book.reserve(name, int(reply[1]), tokens, 10)
+        ways = book.reserve(name, int(reply[1]), tokens, 10, limits)
         assert (reply[0] == b"1") == (not ways)
         if ways:
             waits += 1
             assert int(reply[4]) == max(wait_us for _, _, wait_us in ways)
         else:
             held.append(name)
-            left = [int(number) for number in reply[7::4]]
-            assert left == [max(0, level.tokens.held // 1) for level in book.levels if level.tokens is not None]
+            left = [int(level.split()[2]) for level in reply[5:]]
+            assert left == [max(0, (level.held["tokens"] or 0) // 1) for level in book.levels]
     assert 20 < waits < 280
 
 
@@ -244,6 +248,73 @@ async def test_a_cancelled_reservation_is_given_back(valkey: Server, open_store:
         await asyncio.wait({settling})
         await soon_admitted(limiter, of, tokens=100)
         await limiter.aclose()
+
+
+def scripts_run(server: Server) -> int:
+    stats = server.ask("INFO", "commandstats").decode()
+    return sum(int(found[1]) for found in re.finditer(r"cmdstat_eval(?:sha)?:calls=(\d+)", stats))
+
+
+async def test_a_reservation_that_arrives_after_it_was_given_back(
+    own_valkey: Server, open_store: OpenStore, tmp_path: Path
+) -> None:
+    """It came on another connection, and nobody waits for it any more: it must not take a slot, or a token."""
+    assert isinstance(own_valkey.address, Path)
+    of = account(Limits(concurrent=1, tokens_per_minute=100, requests_per_minute=2))
+    async with proxying(own_valkey.address, tmp_path / "p") as proxy:
+        limiter = Limiter(open_store(f"unix://{proxy.path}", command_timeout_ms=100))
+        await limiter.refund(await admitted(limiter, of))
+        detained = proxy.detain()
+        here = await admitted(limiter, of, tokens=100)
+        assert here.source == "local" and await limiter.settle(here, tokens=100)
+        await paid(limiter)
+        before = scripts_run(own_valkey)
+        detained.set()
+        async with asyncio.timeout(20):
+            while scripts_run(own_valkey) == before:
+                await asyncio.sleep(0.005)
+        figures = (await admitted(limiter, of, tokens=100)).figures
+        assert (figures.requests_remaining, figures.tokens_remaining) == (1, 0)
+        await limiter.aclose()
+
+
+async def test_a_limit_that_is_raised_while_a_request_runs(every_url: str, open_store: OpenStore) -> None:
+    """Its end corrects what it was charged, in the bucket that there is by then."""
+    limiter, name = Limiter(open_store(every_url)), secrets.token_hex(8)
+
+    def under(limits: Limits) -> Account:
+        return Account(organisation=name, levels=(Level("key", "x", limits),))
+
+    small, large = under(Limits(tokens_per_minute=100)), under(Limits(tokens_per_minute=6_000_000))
+    first = await admitted(limiter, small, tokens=60)
+    left = 0
+    async with asyncio.timeout(20):
+        while left < 1_000:  # 100 a millisecond
+            figures = (await admitted(limiter, large, tokens=0)).figures
+            left = figures.tokens_remaining or 0
+    await limiter.settle(first, tokens=60)
+    figures = (await admitted(limiter, large, tokens=0)).figures
+    assert figures.tokens_remaining is not None and figures.tokens_remaining >= left, "it was cut to the old limit"
+    second = await admitted(limiter, small, tokens=1)
+    await limiter.settle(second, tokens=1_100)
+    refusal = await refused(limiter, small, tokens=1)
+    assert refusal.retry_after_ms > 500_000, "what is beyond a reservation is a debt under any limit"
+
+
+async def test_what_was_never_charged_is_not_given_back(every_url: str, open_store: OpenStore) -> None:
+    limiter, name = Limiter(open_store(every_url)), secrets.token_hex(8)
+
+    def under(limits: Limits) -> Account:
+        return Account(organisation=name, levels=(Level("key", "x", limits),))
+
+    slots, both = under(Limits(concurrent=9)), under(Limits(tokens_per_minute=10, requests_per_minute=2, concurrent=9))
+    tokens_alone = under(Limits(tokens_per_minute=10))
+    before, between = await admitted(limiter, slots, tokens=500), await admitted(limiter, tokens_alone, tokens=1)
+    await admitted(limiter, both, tokens=8)
+    await limiter.refund(before)
+    await limiter.refund(between)
+    figures = (await admitted(limiter, both, tokens=0)).figures
+    assert (figures.requests_remaining, figures.tokens_remaining) == (0, 2)
 
 
 async def test_a_frozen_server_means_local_shares_soon_and_everything_is_settled_after_it(
