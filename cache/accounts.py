@@ -4,6 +4,8 @@ Whose limits hold for a request: its key, the key's tenant, the tenant's organis
 An organisation's name is the hash tag of all that its requests touch: one script reaches all levels on a cluster too.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal
 
 import msgspec
@@ -45,18 +47,36 @@ class Level(msgspec.Struct, frozen=True):
     limits: Limits
 
 
-class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a request is held against."""
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """All that a request is held against.  Many requests share one, so what follows from it is found out once."""
 
     organisation: str
     levels: tuple[Level, ...]
     """Widest first."""
     policy: Policy = "local"
 
-    @property
+    @cached_property
     def limited(self) -> tuple[Level, ...]:
         """The levels that limit anything."""
         return tuple(level for level in self.levels if level.limits.any)
+
+    @cached_property
+    def limit_words(self) -> tuple[str, ...]:
+        """Of those, as limits.lua takes them."""
+        return tuple(word for level in self.limited for word in level.limits.words)
+
+    @cached_property
+    def limit_keys(self) -> tuple[str, ...]:
+        """Where their state is on the server, and their leases."""
+        return tuple(
+            f"{self.prefix}:{kind}:{level.name}:{level.id}" for level in self.limited for kind in ("limits", "leases")
+        )
+
+    @property
+    def prefix(self) -> str:
+        """Of all keys that its requests touch."""
+        return f"pellucid:{{{self.organisation}}}"
 
     def estimate_tokens(self, *, prompt_tokens: int, asked_tokens: int | None, default_tokens: int) -> int:
         """

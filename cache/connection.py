@@ -1,11 +1,6 @@
 """
 The one way to the server: a script, its keys and arguments in; a list of strings or `Unavailable` out.
 
-Each command runs in a task of its own, which its caller cannot cancel and which ends within `command_timeout_ms`,
-waiting for a connection and connecting included.  So a storm of disconnecting clients neither leaves replies behind for
-the next user of a connection nor makes us reconnect; a caller that has left is told of what it left behind.  At the
-deadline redis-py drops the connection, and the reply with it (tests/cache/test_cancellation.py holds it to that).
-
 No retries: a request that has waited once is better served without the server.  A breaker (cache.breaker) remembers.
 While it is open a probe writes one key a second; the first success closes it.  Reading would not do: a replica answers
 PING and takes no writes.
@@ -13,16 +8,15 @@ PING and takes no writes.
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from contextvars import Context
 from typing import Literal
 
 import msgspec
-from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import NoScriptError, RedisClusterException, RedisError
 
 from cache.breaker import Breaker
-from cache.clients import COMMAND_TIMEOUT_MS, CONNECT_TIMEOUT_MS, client_of
-from cache.errors import Unavailable
+from cache.errors import ScriptMissing, Unavailable
+from cache.lines import COMMAND_TIMEOUT_MS, CONNECT_TIMEOUT_MS, CONNECTIONS_MAX, line_of
 from cache.redis_url import RedisUrl
 from telemetry import clock
 from telemetry.logs import get_logger
@@ -30,10 +24,6 @@ from telemetry.logs import get_logger
 PROBE_INTERVAL_MS = 1000
 PROBE_TIMEOUT_MS = 800
 """Longer than a command's: a probe also finds the way round a dead sentinel or cluster node."""
-CONNECTIONS_MAX = 32
-COMMANDS_MAX = 1024
-"""Running and waiting for a connection."""
-REASON_CHARS_MAX = 200
 _PROBE = "pellucid:probe:"
 _log = get_logger("pellucid.cache")
 
@@ -55,6 +45,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Of the last failure; empty while all is well."""
     openings: int
     """How often the breaker has opened."""
+    failed: int
+    """Commands that nobody could rely on, probes not counted."""
 
 
 class Store:
@@ -74,13 +66,17 @@ class Store:
         """Set while the breaker is closed."""
         self.up.set()
         self._url = url
-        self._client, self._sentinel = client_of(url, connections_max, connect_timeout_ms)
-        self._command_timeout_s = command_timeout_ms / 1000
+        self._line = line_of(
+            url,
+            connections_max=connections_max,
+            connect_timeout_ms=connect_timeout_ms,
+            command_timeout_ms=command_timeout_ms,
+        )
+        self._timeout_s = command_timeout_ms / 1000
         self._probe_interval_s = probe_interval_ms / 1000
         self._breaker = breaker or Breaker()
         self._reason = ""
-        self._connections = asyncio.Semaphore(connections_max)  # waits in order, alike for all kinds of servers
-        self._commands: set[asyncio.Task[list[bytes]]] = set()
+        self._failed = 0
         self._probing: asyncio.Task[None] | None = None
         self._probe_key = _PROBE + "{pellucid}"
 
@@ -88,7 +84,7 @@ class Store:
     def health(self) -> Health:
         """The breaker's state, why, and how often."""
         state: Literal["closed", "open"] = "open" if self._breaker.is_open else "closed"
-        return Health(state=state, reason=self._reason, openings=self._breaker.openings)
+        return Health(state=state, reason=self._reason, openings=self._breaker.openings, failed=self._failed)
 
     async def start(self) -> bool:
         """Ask once, so that no request is the first to find out.  Whether the server is there; it may come later."""
@@ -99,84 +95,48 @@ class Store:
             return False
         return True
 
-    async def run(
-        self, script: Script, keys: Sequence[str], args: Sequence[str], *, left: Callable[[], None] | None = None
-    ) -> list[bytes]:
+    async def run(self, script: Script, keys: Sequence[str], args: Sequence[str]) -> list[bytes]:
         """
         Run a script.  Raises Unavailable; `maybe_ran` says whether the script may have run all the same.
+
+        Who is cancelled does not know either.
 
         Args:
             script: what to run.
             keys: all of one hash tag.
             args: numbers as decimal text.
-            left: called if the caller is cancelled, once the command has ended, however that was.
         """
         if self._breaker.is_open:
             raise Unavailable(self._reason)
-        if len(self._commands) >= COMMANDS_MAX:
-            raise Unavailable(f"{COMMANDS_MAX} commands are waiting already")
-        task = asyncio.create_task(self._run(script, keys, args))
-        self._commands.add(task)
-        task.add_done_callback(self._ended)
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if left is not None:
-                task.add_done_callback(lambda _: left())
-            raise
-
-    async def aclose(self) -> None:
-        """Let what runs end, which it does within its deadline, and disconnect."""
-        if self._commands:
-            await asyncio.wait(self._commands)
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.wait({self._probing})
-        await self._client.aclose()
-        if isinstance(self._client, RedisCluster):  # its own aclose does nothing while a node has failed
-            await self._client.nodes_manager.aclose()
-            await self._client.nodes_manager.aclose("startup_nodes")
-        if self._sentinel is not None:
-            await self._sentinel.aclose()
-
-    def _ended(self, task: asyncio.Task[list[bytes]]) -> None:
-        self._commands.discard(task)
-        if not task.cancelled():
-            task.exception()  # looked at, so that asyncio does not complain where the caller has left
-
-    async def _run(self, script: Script, keys: Sequence[str], args: Sequence[str]) -> list[bytes]:
-        words = (str(len(keys)), *keys, *args)
-        try:
-            reply = await self._within(self._command_timeout_s, self._evaluate(script, words))
+            reply = await self._evaluate(script, (len(keys), *keys, *args))
         except Unavailable as error:
+            self._failed += 1
             self._probe_key = _PROBE + _tag(keys[0])
             if self._breaker.failed(clock.now_ns()):
                 self._opened(str(error))
             raise
-        assert isinstance(reply, list), "a script of ours answers with a list"
         return reply
 
-    async def _evaluate(self, script: Script, words: Sequence[str]) -> object:
-        async with self._connections:
-            try:
-                return await self._client.execute_command("EVALSHA", script.sha, *words)
-            except NoScriptError:  # a new, restarted or flushed server
-                return await self._client.execute_command("EVAL", script.source, *words)
+    async def aclose(self) -> None:
+        """Let what runs end, which it does within its deadline, and disconnect."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.wait({self._probing})
+        await self._line.aclose()
+
+    async def _evaluate(self, script: Script, words: Sequence[str | int]) -> list[bytes]:
+        try:
+            reply = await self._line.execute(("EVALSHA", script.sha, *words), self._timeout_s)
+        except ScriptMissing:
+            reply = await self._line.execute(("EVAL", script.source, *words), self._timeout_s)
+        if not isinstance(reply, list):
+            raise Unavailable("what came from it is no answer of our script", maybe_ran=True)
+        return reply
 
     async def _probe(self) -> None:
         words = ("SET", self._probe_key, "1", "PX", str(PROBE_INTERVAL_MS))
-        await self._within(PROBE_TIMEOUT_MS / 1000, self._client.execute_command(*words))
-
-    async def _within(self, timeout_s: float, doing: Awaitable[object]) -> object:
-        """The result; all that may go wrong with the server becomes Unavailable."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await doing
-        except TimeoutError:
-            raise Unavailable(f"no answer within {timeout_s * 1000:.0f} ms", maybe_ran=True) from None
-        except (RedisError, RedisClusterException, OSError) as error:
-            reason = f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
-            raise Unavailable(reason, maybe_ran=True) from error
+        await self._line.execute(words, PROBE_TIMEOUT_MS / 1000)
 
     def _opened(self, reason: str) -> None:
         self._breaker.open()
@@ -184,7 +144,8 @@ class Store:
         self.up.clear()
         _log.warning("redis unavailable", server=repr(self._url), reason=reason)
         if self._probing is None or self._probing.done():
-            self._probing = asyncio.create_task(self._probe_until_up(), name="redis probe")
+            # In no request's context: what it logs is nobody's doing.
+            self._probing = asyncio.create_task(self._probe_until_up(), name="redis probe", context=Context())
 
     async def _probe_until_up(self) -> None:
         opened_ns = clock.now_ns()
@@ -194,6 +155,9 @@ class Store:
                 await self._probe()
             except Unavailable as error:
                 self._reason = str(error)
+                continue
+            except Exception:  # noqa: BLE001  Whatever it is, it must not be the last look that anybody takes.
+                _log.exception("the probe has failed")
                 continue
             self._breaker.close()
             self._reason = ""

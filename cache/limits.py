@@ -14,6 +14,7 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from pathlib import Path
 from typing import Literal
 
@@ -128,9 +129,10 @@ class Limiter:
         # Beyond every limit is beyond every limit: the script need not count so far.
         args = self._args("reserve", account, min(tokens, LIMIT_MAX + 1), min(micros, LIMIT_MAX + 1))
         try:
-            reply = await self._store.run(
-                self._script, _keys(account, wanted.id), args, left=lambda: self.give_back(wanted)
-            )
+            reply = await self._store.run(self._script, _keys(account, wanted.id), args)
+        except asyncio.CancelledError:
+            self.give_back(wanted)
+            raise
         except Unavailable as error:
             if error.maybe_ran:
                 self.give_back(wanted)
@@ -191,15 +193,18 @@ class Limiter:
             micros=min(micros, LIMIT_MAX),
         )
         try:
-            return await self._pay(settlement, left=lambda: self._owe(settlement))
+            return await self._pay(settlement)
+        except asyncio.CancelledError:
+            self._owe(settlement)
+            raise
         except Unavailable:
             self._owe(settlement)
             return False
 
-    async def _pay(self, settlement: _Settlement, *, left: Callable[[], None] | None = None) -> bool:
+    async def _pay(self, settlement: _Settlement) -> bool:
         account = settlement.account
         args = self._args(settlement.end, account, settlement.tokens, settlement.micros)
-        reply = await self._store.run(self._script, _keys(account, settlement.id), args, left=left)
+        reply = await self._store.run(self._script, _keys(account, settlement.id), args)
         return reply[0] == b"1"
 
     def _owe(self, settlement: _Settlement) -> None:
@@ -208,7 +213,7 @@ class Limiter:
             self.forgotten += 1
         self._owed.append(settlement)
         if self._paying is None or self._paying.done():
-            self._paying = asyncio.create_task(self._pay_all(), name="pay what is owed")
+            self._paying = asyncio.create_task(self._pay_all(), name="pay what is owed", context=Context())
 
     async def _pay_all(self) -> None:
         while self._owed:
@@ -226,8 +231,7 @@ class Limiter:
 
     def _args(self, operation: End | Literal["reserve", "renew"], account: Account, *amounts: int) -> list[str]:
         tokens, micros = amounts or (0, 0)
-        limits = [word for level in account.limited for word in level.limits.words]
-        return [operation, self._lease_us, str(tokens), str(micros), *limits]
+        return [operation, self._lease_us, str(tokens), str(micros), *account.limit_words]
 
     # ---- without it
 
@@ -267,11 +271,7 @@ class Limiter:
 
 
 def _keys(account: Account, reservation_id: str) -> list[str]:
-    prefix = f"pellucid:{{{account.organisation}}}"
-    keys = []
-    for level in account.limited:
-        keys += [f"{prefix}:limits:{level.name}:{level.id}", f"{prefix}:leases:{level.name}:{level.id}"]
-    return [*keys, f"{prefix}:reservation:{reservation_id}"]
+    return [*account.limit_keys, f"{account.prefix}:reservation:{reservation_id}"]
 
 
 def _refusal(level: Level, limit: str, wait_us: int, figures: Figures, source: Source) -> Refusal:

@@ -13,6 +13,9 @@ class Proxy:
         self.path = path
         self.delay_s = 0.0
         self.connections = 0
+        """Ever."""
+        self.open = 0
+        """Now, as far as we are concerned."""
         self.passing = asyncio.Event()
         self.passing.set()
         self._detained: asyncio.Event | None = None
@@ -26,11 +29,13 @@ class Proxy:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self.open += 1
         upstream_reader, upstream_writer = await asyncio.open_unix_connection(self._target)
         back = asyncio.create_task(self._pump(upstream_reader, writer, slow=True))
         self._tasks.add(back)
         back.add_done_callback(self._tasks.discard)
         await self._pump(reader, upstream_writer, slow=False)
+        self.open -= 1
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, slow: bool) -> None:
         try:

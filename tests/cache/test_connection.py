@@ -3,16 +3,16 @@
 import asyncio
 import statistics
 import time
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
-from redis.asyncio.cluster import RedisCluster
 
 from cache.breaker import NS_PER_S, Breaker
-from cache.clients import COMMAND_TIMEOUT_MS, client_of
 from cache.connection import Script, Store
 from cache.embedded import server_binary
-from cache.errors import Unavailable
+from cache.errors import Misconfigured, Unavailable
+from cache.lines import COMMAND_TIMEOUT_MS
 from cache.redis_url import parse_redis_url
 from tests.cache import servers
 from tests.cache.conftest import OpenStore
@@ -42,10 +42,10 @@ async def test_a_flushed_script_is_sent_again(own_valkey: Server, open_store: Op
     assert b"ECHO" not in own_valkey.ask("SCRIPT", "EXISTS", ECHO.sha)
 
 
-async def test_many_commands_share_few_connections(valkey: Server, open_store: OpenStore) -> None:
-    store = open_store(valkey.url, connections_max=2)
+async def test_many_commands_at_once_are_answered_each_with_its_own(every_url: str, open_store: OpenStore) -> None:
+    store = open_store(every_url, connections_max=2)
     words = [str(number) for number in range(200)]
-    replies = await asyncio.gather(*(echo(store, word) for word in words))
+    replies = await asyncio.gather(*(echo(store, word, f"echo:{{{word}}}") for word in words))
     assert [reply[0].decode() for reply in replies] == words
 
 
@@ -61,6 +61,21 @@ async def test_no_server_is_unavailable_and_comes_back_by_itself(tmp_path: Path,
         await asyncio.wait_for(store.up.wait(), 10)
         assert await echo(store, "x")
         assert store.health.reason == ""
+
+
+async def test_what_the_probe_logs_is_no_requests(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage that a request was the first to meet is not that request's."""
+    seen: list[str] = []
+    whose: ContextVar[str] = ContextVar("whose", default="nobody's")
+    monkeypatch.setattr("cache.connection._log.info", lambda *_, **__: seen.append(whose.get()))
+    store = open_store(f"unix://{tmp_path}/v/valkey.sock", probe_interval_ms=20)
+    whose.set("a request's")
+    assert not await store.start()
+    with servers.embedded(tmp_path / "v"):
+        await asyncio.wait_for(store.up.wait(), 10)
+    assert seen == ["nobody's"]
 
 
 async def test_a_frozen_server_costs_a_few_requests_100_ms_and_the_rest_nothing(
@@ -143,6 +158,8 @@ async def test_tls_is_used_and_checked(tmp_path: Path, open_store: OpenStore) ->
         assert await open_store(f"{url}?ssl_ca_certs={pem}").start()
         assert await open_store(f"{url}?ssl_cert_reqs=none").start()
         assert not await open_store(url).start()  # nobody vouches for it
+        with pytest.raises(Misconfigured, match="ssl_"):
+            open_store(f"{url}?ssl_ca_certs={tmp_path}/nowhere")
 
 
 async def test_cluster_commands_survive_a_dead_node_elsewhere(tmp_path: Path, open_store: OpenStore) -> None:
@@ -162,13 +179,6 @@ async def test_cluster_commands_survive_a_dead_node_elsewhere(tmp_path: Path, op
             except Unavailable:
                 pass  # its slots lay on the dead node
         assert served
-
-
-def test_clients_never_retry() -> None:
-    for url in ("redis://h", "unix:///s", "redis+cluster://h", "redis+sentinel://h/m"):
-        client, _ = client_of(parse_redis_url(url), 1)
-        retry = client.retry if isinstance(client, RedisCluster) else client.get_retry()
-        assert retry is not None and retry.get_retries() == 0
 
 
 def test_the_breaker_opens_at_the_fifth_failure_within_the_window() -> None:

@@ -26,7 +26,7 @@ class World:
         self.asked = 0
         self._store = store
         self._run = store.run
-        store.run = self.run  # type: ignore[method-assign, assignment]
+        store.run = self.run  # type: ignore[method-assign]
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[str]) -> list[bytes]:
         self.asked += 1

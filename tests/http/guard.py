@@ -82,8 +82,9 @@ class Guard:
         return int(self.server.ask("ZCARD", f"pellucid:{{default}}:leases:key:{key_id}")[1:])
 
     def reservations(self) -> int:
-        """What is not settled."""
-        return int(self.server.ask("KEYS", "pellucid:*:reservation:*").split(b"\r\n")[0][1:])
+        """What is not settled, and not void."""
+        names = self.server.ask("KEYS", "pellucid:*:reservation:*").decode().split("\r\n")[2::2]
+        return sum(b"void" not in self.server.ask("GET", name) for name in names)
 
 
 def bearer(key: str) -> dict[str, str]:

