@@ -5,16 +5,16 @@ Admission: reserve before a request runs, renew while it runs, settle when it ha
             --> Reservation --renew, every RENEW_S--> ... --settle or refund--> gone
 
 On the server (limits.lua) a reservation is a key that settling deletes.  What cannot be settled because the server is
-away is owed: it is kept here, within a bound, and paid when the server is back.  Paying twice does no harm, so whatever
-is in doubt is owed.  A reservation whose caller was cancelled, or whose reply never came, is declared void: its command
-may still be under way on another connection, and must find that nobody wants it any more.
+away is owed (cache.debts).  A reservation whose caller was cancelled, or whose reply never came, is declared void: its
+command may still be under way on another connection, and must find that nobody wants it any more.
+
+While the server is away each gateway process grants its share (cache.local).  How many of them there are they tell each
+other, every RENEW_S, through the server.
 """
 
 import asyncio
 import secrets
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextvars import Context
 from pathlib import Path
 from typing import Literal
 
@@ -22,19 +22,19 @@ import msgspec
 
 from cache.accounts import LIMIT_MAX, Account, Level
 from cache.connection import Script, Store
+from cache.debts import Debts, End, Settlement
 from cache.errors import Unavailable
 from cache.local import LocalLimits
 from telemetry import clock
 from telemetry.logs import get_logger
 
 SCRIPT = Script(Path(__file__).with_name("limits.lua").read_text(encoding="utf-8"))
+WORKERS_SCRIPT = Script(Path(__file__).with_name("workers.lua").read_text(encoding="utf-8"))
+WORKERS_KEY = "pellucid:{workers}"
 LEASE_S = 30.0
 RENEW_S = 10.0
-OWED_MAX = 10_000
-PAY_RETRY_S = 1.0
 Kind = Literal["requests", "tokens", "concurrent", "spend"]
 Source = Literal["server", "local", "open", "unlimited"]
-End = Literal["settle", "refund", "void"]
 _log = get_logger("pellucid.cache")
 
 
@@ -75,14 +75,6 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     """Whose word it is: anything but `server` and `unlimited` is degraded."""
 
 
-class _Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    account: Account
-    end: End
-    tokens: int = 0
-    micros: int = 0
-
-
 class Limiter:
     """One worker's way to the limit book."""
 
@@ -93,26 +85,45 @@ class Limiter:
         workers: int = 1,
         worker: int = 0,
         lease_s: float = LEASE_S,
+        renew_s: float = RENEW_S,
         script: Script = SCRIPT,
         now_ns: Callable[[], int] = clock.now_ns,
         new_id: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
-        self.forgotten = 0
-        """Settlements lost to the bound; their leases end by themselves and their estimates stay charged."""
+        """`workers` and `worker`: how many share the limits, until the server has said."""
+        self.unknown = 0
+        """Settlements of reservations that the server had lost by then."""
         self._store = store
         self._script = script
         self._lease_us = str(round(lease_s * 1e6))
+        self._renew_s = renew_s
         self._now_ns = now_ns
         self._new_id = new_id
         self._local = LocalLimits(workers=workers, worker=worker)
-        self._running_here: set[str] = set()
-        self._owed: deque[_Settlement] = deque()
-        self._paying: asyncio.Task[None] | None = None
+        self._name = self._new_id()
+        self._held: dict[str, Reservation] = {}  # all but unlimited ones, which nobody counts
+        self._debts = Debts(self._pay, store.up)
+        self._renewing: asyncio.Task[None] | None = None
+
+    @property
+    def held(self) -> int:
+        """Reservations that are not settled."""
+        return len(self._held)
 
     @property
     def owed(self) -> int:
         """Settlements that wait for the server."""
-        return len(self._owed)
+        return len(self._debts)
+
+    @property
+    def forgotten(self) -> int:
+        """Settlements lost to a bound."""
+        return self._debts.forgotten
+
+    async def start(self) -> None:
+        """Tell the others that we are here, and from now on renew what is held."""
+        await self._tell()
+        self._renewing = asyncio.create_task(self._renew_for_ever(), name="renew leases")
 
     async def reserve(self, account: Account, *, tokens: int, micros: int = 0) -> Reservation | Refusal:
         """
@@ -136,12 +147,12 @@ class Limiter:
         except Unavailable as error:
             if error.maybe_ran:
                 self.give_back(wanted)
-            return self._reserve_without_server(wanted, error)
+            return self._hold(self._reserve_without_server(wanted, error))
         if len(reply) < 5:
             raise Unavailable("this reservation is void")  # we said so, and nobody can be waiting for it
         figures = _figures(account.limited, [int(number) for level in reply[5:] for number in level.split()])
         if reply[0] == b"1":
-            return msgspec.structs.replace(wanted, figures=figures, source="server")
+            return self._hold(msgspec.structs.replace(wanted, figures=figures, source="server"))
         level = account.limited[int(reply[2]) - 1]
         return _refusal(level, reply[3].decode(), int(reply[4]), figures, "server")
 
@@ -171,13 +182,20 @@ class Limiter:
 
     def give_back(self, wanted: Reservation) -> None:
         """Nobody knows whether the server has, or will have, reserved this: in the end it has not."""
-        self._owe(_Settlement(id=wanted.id, account=wanted.account, end="void"))
+        self._debts.owe(Settlement(id=wanted.id, account=wanted.account, end="void"))
 
     async def aclose(self) -> None:
-        """Stop paying; what is still owed is forgotten."""
-        if self._paying is not None:
-            self._paying.cancel()
-            await asyncio.wait({self._paying})
+        """Pay what is owed, within a bound, and tell the others that we leave.  The store is closed after this."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait({self._renewing})
+            await self._tell(leaving=True)
+        await self._debts.aclose()
+
+    def _hold(self, answer: Reservation | Refusal) -> Reservation | Refusal:
+        if isinstance(answer, Reservation):
+            self._held[answer.id] = answer
+        return answer
 
     # ---- with the server
 
@@ -185,7 +203,8 @@ class Limiter:
         assert tokens >= 0 and micros >= 0
         if reservation.source != "server":
             return self._settle_here(reservation, end, tokens, micros)
-        settlement = _Settlement(
+        self._held.pop(reservation.id, None)
+        settlement = Settlement(
             id=reservation.id,
             account=reservation.account,
             end=end,
@@ -193,41 +212,40 @@ class Limiter:
             micros=min(micros, LIMIT_MAX),
         )
         try:
-            return await self._pay(settlement)
+            done = await self._pay(settlement)
         except asyncio.CancelledError:
-            self._owe(settlement)
+            self._debts.owe(settlement)
             raise
         except Unavailable:
-            self._owe(settlement)
+            self._debts.owe(settlement)
             return False
+        self.unknown += not done
+        return done
 
-    async def _pay(self, settlement: _Settlement) -> bool:
+    async def _pay(self, settlement: Settlement) -> bool:
         account = settlement.account
         args = self._args(settlement.end, account, settlement.tokens, settlement.micros)
         reply = await self._store.run(self._script, _keys(account, settlement.id), args)
         return reply[0] == b"1"
 
-    def _owe(self, settlement: _Settlement) -> None:
-        if len(self._owed) >= OWED_MAX:
-            self._owed.popleft()
-            self.forgotten += 1
-        self._owed.append(settlement)
-        if self._paying is None or self._paying.done():
-            self._paying = asyncio.create_task(self._pay_all(), name="pay what is owed", context=Context())
+    async def _renew_for_ever(self) -> None:
+        """Here and not in the streams: in the queue and in a long prefill those have nothing to do."""
+        while True:
+            await asyncio.sleep(self._renew_s)
+            await self._tell()
+            for reservation in list(self._held.values()):
+                if reservation.id in self._held:
+                    await self.renew(reservation)
 
-    async def _pay_all(self) -> None:
-        while self._owed:
-            await self._store.up.wait()
-            settlement = self._owed[0]
-            try:
-                await self._pay(settlement)
-            except Unavailable:
-                self._owed.rotate(-1)  # it may be this one alone that cannot be paid, and others wait behind it
-                await asyncio.sleep(PAY_RETRY_S)
-                continue
-            if self._owed and self._owed[0] is settlement:  # else the bound has dropped it meanwhile
-                self._owed.popleft()
-        _log.debug("all that was owed is settled")
+    async def _tell(self, *, leaving: bool = False) -> None:
+        """That we are here, and learn who else is; while the server is away, what was known last holds."""
+        args = [self._name, "0" if leaving else self._lease_us]
+        try:
+            workers, worker = map(int, await self._store.run(WORKERS_SCRIPT, [WORKERS_KEY], args))
+        except Unavailable:
+            return
+        if not leaving:
+            self._local.share_with(workers=workers, worker=worker)
 
     def _args(self, operation: End | Literal["reserve", "renew"], account: Account, *amounts: int) -> list[str]:
         tokens, micros = amounts or (0, 0)
@@ -252,20 +270,21 @@ class Limiter:
         figures = _figures(account.limited, numbers)
         if not verdict.admitted:
             return _refusal(account.limited[verdict.level], verdict.limit, verdict.wait_us, figures, "local")
-        self._running_here.add(wanted.id)
         return msgspec.structs.replace(wanted, figures=figures, source="local")
 
     def _settle_here(self, reservation: Reservation, end: End, tokens: int, micros: int) -> bool:
-        if reservation.id not in self._running_here:
-            return reservation.source == "unlimited"
-        self._running_here.discard(reservation.id)
+        if reservation.source == "unlimited":
+            return True
+        if self._held.pop(reservation.id, None) is None:
+            return False
+        if reservation.source == "open":
+            return True
         self._local.settle(
             reservation.account.organisation,
             reservation.account.limited,
             requests=-1 if end == "refund" else 0,
             tokens=tokens - reservation.tokens,
             micros=micros - reservation.micros,
-            now_us=self._now_ns() // 1000,
         )
         return True
 

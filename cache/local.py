@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 import msgspec
 
-from cache.accounts import Level
+from cache.accounts import Level, Limits
 
 MINUTE_US = 60_000_000
 DAY_US = 86_400_000_000
@@ -32,6 +32,12 @@ class Bucket:
         """To `now_us`."""
         self._units = min(self.limit * self._period_us, self._units + max(0, now_us - self._at_us) * self.limit)
         self._at_us = now_us
+
+    def resize(self, limit: int, now_us: int) -> None:
+        """Another limit from now on; it holds no more for that."""
+        self.refill(now_us)
+        self.limit = limit
+        self._units = min(self._units, limit * self._period_us)
 
     def wait_us(self, wanted: int) -> int:
         """Until it holds `wanted`; NEVER."""
@@ -66,14 +72,24 @@ class Verdict(msgspec.Struct, frozen=True):
 class _Shares:
     """One worker's share of one level."""
 
-    def __init__(self, level: Level, share: "Share", now_us: int) -> None:
-        limits = level.limits
-        self.limits = limits
-        self.concurrent = share.of(limits.concurrent)
+    def __init__(self) -> None:
+        self.limits = Limits()
+        self.concurrent: int | None = None
         self.running = 0
-        self.requests = _bucket(share.of(limits.requests_per_minute), MINUTE_US, now_us)
-        self.tokens = _bucket(share.of(limits.tokens_per_minute), MINUTE_US, now_us)
-        self.micros = _bucket(share.of(limits.spend_micros_per_day), DAY_US, now_us)
+        self.requests: Bucket | None = None
+        self.tokens: Bucket | None = None
+        self.micros: Bucket | None = None
+        self._share: Share | None = None
+
+    def limit(self, limits: Limits, share: "Share", now_us: int) -> None:
+        """From now on it is this share of these limits; what is used already stays used."""
+        if (limits, share) == (self.limits, self._share):
+            return
+        self.limits, self._share = limits, share
+        self.concurrent = share.of(limits.concurrent)
+        self.requests = _resized(self.requests, share.of(limits.requests_per_minute), MINUTE_US, now_us)
+        self.tokens = _resized(self.tokens, share.of(limits.tokens_per_minute), MINUTE_US, now_us)
+        self.micros = _resized(self.micros, share.of(limits.spend_micros_per_day), DAY_US, now_us)
 
     def waits(self, tokens: int, micros: int, now_us: int) -> list[tuple[str, int]]:
         """(limit, us) for each that is in the way."""
@@ -116,8 +132,13 @@ class Share(msgspec.Struct, frozen=True):
         return limit // self.workers + (self.worker < limit % self.workers)
 
 
-def _bucket(limit: int | None, period_us: int, now_us: int) -> Bucket | None:
-    return None if limit is None else Bucket(limit, period_us, now_us)
+def _resized(bucket: Bucket | None, limit: int | None, period_us: int, now_us: int) -> Bucket | None:
+    if limit is None:
+        return None
+    if bucket is None:
+        return Bucket(limit, period_us, now_us)
+    bucket.resize(limit, now_us)
+    return bucket
 
 
 class LocalLimits:
@@ -128,6 +149,10 @@ class LocalLimits:
         self._share = Share(workers, worker)
         self._entries_max = entries_max
         self._levels: OrderedDict[tuple[str, str, str], _Shares] = OrderedDict()
+
+    def share_with(self, *, workers: int, worker: int) -> None:
+        """From now on we are number `worker` of so many."""
+        self._share = Share(workers, worker)
 
     def reserve(
         self, organisation: str, levels: tuple[Level, ...], *, tokens: int, micros: int, now_us: int
@@ -147,29 +172,31 @@ class LocalLimits:
             for share in shares:
                 share.charge(1, tokens, micros)
                 share.running += 1
+        self._forget_idle()
         return worst, [(_left(share.requests), _left(share.tokens)) for share in shares]
 
-    def settle(
-        self, organisation: str, levels: tuple[Level, ...], *, requests: int, tokens: int, micros: int, now_us: int
-    ) -> None:
+    def settle(self, organisation: str, levels: tuple[Level, ...], *, requests: int, tokens: int, micros: int) -> None:
         """The reservation's end: charge what was used beyond it, which may be negative, and free its slots."""
         for level in levels:
-            share = self._find(organisation, level, now_us)
+            share = self._levels[organisation, level.name, level.id]  # it runs something, so it is there
+            assert share.running > 0, "what was not admitted here does not end here"
             share.charge(requests, tokens, micros)
-            share.running = max(0, share.running - 1)  # its limits may have changed, and the count with them
+            share.running -= 1
 
     def _find(self, organisation: str, level: Level, now_us: int) -> _Shares:
         name = (organisation, level.name, level.id)
-        share = self._levels.get(name)
-        if share is None or share.limits != level.limits:
-            share = self._levels[name] = _Shares(level, self._share, now_us)
+        share = self._levels.setdefault(name, _Shares())
+        share.limit(level.limits, self._share, now_us)
         self._levels.move_to_end(name)
-        while len(self._levels) > self._entries_max:
-            idle = next((key for key, shares in self._levels.items() if not shares.running and key != name), None)
-            if idle is None:
-                break  # as many as there are requests in flight, which the gateway bounds
-            del self._levels[idle]
         return share
+
+    def _forget_idle(self) -> None:
+        """Those that were asked for longest ago; what is left beyond the bound runs, which the gateway bounds."""
+        while len(self._levels) > self._entries_max:
+            idle = next((name for name, share in self._levels.items() if not share.running), None)
+            if idle is None:
+                return
+            del self._levels[idle]
 
 
 def _left(bucket: Bucket | None) -> int:

@@ -11,7 +11,6 @@ never said, keys are needed if there may be any: a person has named that server,
 with the first key.
 """
 
-import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from cache.connection import Store
 from cache.errors import Misconfigured, Unavailable
 from cache.key_records import NOBODY, Identity, id_in
 from cache.keys import Keys
-from cache.limits import RENEW_S, Figures, Limiter, Refusal, Reservation
+from cache.limits import Figures, Limiter, Refusal, Reservation
 from cache.pepper import UNSET, read_pepper
 from cache.redis_url import parse_redis_url
 from gateway import errors
@@ -105,8 +104,6 @@ class Admission:
         self._store: Store | None = None
         self._keys_needed = False
         self._counted_ns: int | None = None  # when the server last said how many keys there are
-        self._held: dict[str, Reservation] = {}
-        self._renewing: asyncio.Task[None] | None = None
         if not options.redis_url:
             return
         self._store = Store(parse_redis_url(options.redis_url))
@@ -118,17 +115,13 @@ class Admission:
         """Look whether the server is there; it may come later."""
         if self._store is not None:
             await self._store.start()
-            self._renewing = asyncio.create_task(self._renew_all(), name="renew leases")
+            await self._limiter.start()
 
     async def stop(self) -> None:
         """After the last request."""
-        if self._store is None:
-            return
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.wait({self._renewing})
-        await self._limiter.aclose()
-        await self._store.aclose()
+        if self._store is not None:
+            await self._limiter.aclose()
+            await self._store.aclose()
 
     @property
     def store(self) -> Store | None:
@@ -225,24 +218,14 @@ class Admission:
             ticket.headers[DEGRADED] = "limits"
         if isinstance(answer, Refusal):
             raise refused(answer, tokens)
-        self._held[answer.id] = answer
         ticket.hold(self, answer, prompt_tokens)
 
     async def settle(self, reservation: Reservation, tokens: int | None) -> None:
         """Charge `tokens`; None: all of it back.  Whoever is cancelled meanwhile, it happens, and once."""
-        self._held.pop(reservation.id, None)
         if tokens is None:
             await self._limiter.refund(reservation)
         else:
             await self._limiter.settle(reservation, tokens=tokens)
-
-    async def _renew_all(self) -> None:
-        """Here and not in the streams: in the queue and in a long prefill those have nothing to do."""
-        while True:
-            await asyncio.sleep(RENEW_S)
-            for reservation in list(self._held.values()):
-                if reservation.id in self._held:
-                    await self._limiter.renew(reservation)
 
 
 def _presented(headers: Mapping[str, str]) -> str:

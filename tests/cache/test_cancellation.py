@@ -50,7 +50,7 @@ async def storm(store: Store) -> tuple[int, int]:
 
 async def test_a_storm_of_cancels_mixes_up_no_replies(proxy: Proxy, open_store: OpenStore) -> None:
     store = open_store(f"unix://{proxy.path}")
-    proxy.delay_s = 0.001
+    proxy.delay_s = 0.005
     right, cancelled = await storm(store)
     await store.aclose()
     assert right > 100 and cancelled > 100

@@ -42,7 +42,7 @@ def test_all_workers_together_keep_the_book(
         running[worker] += 1
         assert slots is None or sum(running) <= slots
         if ends:
-            every[worker].settle("o", levels, requests=0, tokens=0, micros=0, now_us=now_us)
+            every[worker].settle("o", levels, requests=0, tokens=0, micros=0)
             running[worker] -= 1
 
 
@@ -77,6 +77,30 @@ def test_it_is_bounded_and_forgets_the_idle_first() -> None:
     assert [ask("busy"), ask("busy")] == [True, False]
     for number in range(10):
         assert ask(str(number))
-        local.settle("o", (Level("key", str(number), limits),), requests=0, tokens=0, micros=0, now_us=0)
+        local.settle("o", (Level("key", str(number), limits),), requests=0, tokens=0, micros=0)
     assert not ask("busy"), "it runs, so it is kept"
     assert ask("0"), "it was forgotten: full again"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(0, 40)), min_size=1, max_size=40),
+    st.lists(st.integers(0, 50) | st.none(), min_size=4, max_size=4),
+)
+def test_limits_and_shares_that_change_give_nothing_for_it(
+    todo: list[tuple[int, int, int]], limits: list[int | None]
+) -> None:
+    """Of two keys with one tenant, one may have been looked up before the tenant changed: each in turn, for hours."""
+    local, running, admitted = LocalLimits(workers=1, worker=0), 0, 0
+    most = max((limit for limit in limits if limit is not None), default=0)
+    for which, workers, tokens in todo:
+        local.share_with(workers=workers, worker=0)
+        level = Level("tenant", "t", Limits(tokens_per_minute=limits[which], concurrent=1000))
+        verdict, _ = local.reserve("o", (level,), tokens=tokens, micros=0, now_us=0)
+        running += verdict.admitted
+        if limits[which] is None:
+            admitted = 0  # without a limit between, the bucket begins anew
+        else:
+            admitted += tokens if verdict.admitted else 0
+        assert admitted <= most
+    for _ in range(running):
+        local.settle("o", (Level("tenant", "t", Limits()),), requests=0, tokens=0, micros=0)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from cache.accounts import Limits
+from cache.debts import OWED_MAX
 from cache.errors import Unavailable
-from cache.limits import OWED_MAX, Limiter, Refusal, Reservation
+from cache.limits import WORKERS_KEY, Limiter, Refusal, Reservation
 from tests.cache.conftest import OpenStore
 from tests.cache.proxy import proxying
 from tests.cache.servers import Server
@@ -159,3 +160,57 @@ async def test_what_is_owed_is_bounded(tmp_path: Path, open_store: OpenStore, va
         await away.settle(reservation, tokens=1)
     assert (away.owed, away.forgotten) == (OWED_MAX, 5)
     await away.aclose()
+
+
+async def test_gateways_learn_from_each_other_how_many_share_a_limit(own_valkey: Server, open_store: OpenStore) -> None:
+    """Nobody tells them, and there may be more of them on other machines: one more, one crashed, one that left."""
+    stores = [open_store(own_valkey.url, command_timeout_ms=100) for _ in range(4)]
+    first, second, leaving = (Limiter(store, renew_s=0.05) for store in stores[:3])
+    crashed = Limiter(stores[3], renew_s=3600, lease_s=0.2)  # it says nothing any more
+    for limiter in (first, second, crashed, leaving):
+        await limiter.start()
+    await leaving.aclose()
+    async with asyncio.timeout(20):
+        while own_valkey.ask("ZCARD", WORKERS_KEY) != b":2\r\n":
+            await asyncio.sleep(0.01)
+    before = scripts_run(own_valkey)
+    async with asyncio.timeout(20):
+        while scripts_run(own_valkey) < before + 6:  # each has looked again by then
+            await asyncio.sleep(0.01)
+    own_valkey.kill()
+    of = account(Limits(requests_per_minute=9))
+    granted = [0, 0]
+    for number, limiter in enumerate((first, second)):
+        while isinstance(await limiter.reserve(of, tokens=0), Reservation):
+            granted[number] += 1
+    assert sorted(granted) == [4, 5]
+    for limiter in (first, second, crashed):
+        await limiter.aclose()
+
+
+async def test_settlements_that_are_owed_at_the_end_get_a_little_time(
+    own_valkey: Server, open_store: OpenStore
+) -> None:
+    store = open_store(own_valkey.url, command_timeout_ms=100, probe_interval_ms=20)
+    limiter, of = Limiter(store), account(Limits(concurrent=1))
+    held = await admitted(limiter, of)
+    own_valkey.freeze()
+    assert not await limiter.settle(held, tokens=1)
+    asyncio.get_running_loop().call_later(0.3, own_valkey.thaw)
+    await limiter.aclose()
+    assert (limiter.owed, limiter.forgotten) == (0, 0)
+    await admitted(Limiter(store), of)
+
+
+async def test_what_cannot_be_paid_at_the_end_is_counted_and_said(
+    own_valkey: Server, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cache.debts.CLOSE_S_MAX", 0.2)
+    limiter, of = Limiter(open_store(own_valkey.url, command_timeout_ms=100)), account(Limits(concurrent=1))
+    held = await admitted(limiter, of)
+    own_valkey.kill()
+    await limiter.settle(held, tokens=1)
+    await limiter.aclose()
+    assert (limiter.owed, limiter.forgotten) == (0, 1)
+    limiter.give_back(held)
+    assert (limiter.owed, limiter.forgotten) == (0, 2), "after the end nothing is begun"

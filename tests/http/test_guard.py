@@ -1,6 +1,7 @@
 """Keys and limits over real sockets, on a real Valkey: who is let in, and what is charged."""
 
 import contextlib
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import openai
 import pytest
 
 from cache.accounts import Limits
+from cache.limits import Limiter
 from engine.api import Fault
 from gateway.__main__ import main
 from gateway.admission import Ticket, duration
@@ -281,7 +283,7 @@ def test_more_at_the_same_time_than_allowed(guarded: Pair, guard: Guard) -> None
 def test_leases_are_renewed_while_the_engine_says_nothing(
     guard: Guard, custom: Custom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.admission.RENEW_S", 0.05)
+    monkeypatch.setattr("gateway.admission.Limiter", functools.partial(Limiter, renew_s=0.05))
     pair = custom(**guard.options)
     pair[1].behaviour = silent
     issued = guard.create(limits=Limits(concurrent=1))
