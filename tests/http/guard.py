@@ -5,6 +5,7 @@ A gateway with keys and limits, on a real embedded Valkey, and the book as the s
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from cache.key_records import AuditLine, Issued, Tenant
 from cache.keys import Keys
 from cache.pepper import make_pepper
 from cache.redis_url import parse_redis_url
+from tests.cache.book import MINUTE_US
 from tests.cache.servers import Server
 from tests.http.asking import COMPLETIONS_URL, Pair, prompt
 
@@ -72,10 +74,11 @@ class Guard:
 
     # ---- the book
 
-    def left(self, key_id: str) -> tuple[int, int]:
+    def left(self, key_id: str) -> tuple[Fraction, Fraction]:
         """Requests and tokens in the buckets of a key, as they were written last."""
         reply = self.server.ask("GET", f"pellucid:{{default}}:limits:key:{key_id}").split(b"\r\n")[1].split()
-        return int(reply[1]), int(reply[3])
+        _, requests, requests_part, tokens, tokens_part = map(int, reply[:5])
+        return requests + Fraction(requests_part, MINUTE_US), tokens + Fraction(tokens_part, MINUTE_US)
 
     def running(self, key_id: str) -> int:
         """Slots of a key that are taken."""

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from tests.http.fake_engine import Job, greet_and_stop
 from tests.http.guard import Guard, ask, bearer, sdk, until
 from tests.http.test_lifecycle import silent, talk
 
-LIMIT = 600
-ALL = Limits(requests_per_minute=LIMIT, tokens_per_minute=LIMIT, concurrent=5)
+REQUESTS, TOKENS = 6, 600  # so few that what time gives back while a test runs is less than one
+ALL = Limits(requests_per_minute=REQUESTS, tokens_per_minute=TOKENS, concurrent=5)
 OPEN = ("/health", "/ready", "/metrics")
 CLOSED = ("/v1/models", "/v1/models/tiny", "/debug/requests", "/debug/requests/x", "/debug/steps", "/debug/kv")
 
@@ -169,10 +170,10 @@ def test_a_small_key_that_names_no_maximum_is_served(guarded: Pair, guard: Guard
 def settled(guard: Guard, key_id: str, began_s: float, *, requests: int, tokens: int) -> None:
     """The book: so much is charged, and nothing is held any more."""
     assert (guard.reservations(), guard.running(key_id)) == (0, 0)
-    refilled = -(-LIMIT * (time.monotonic() - began_s) // 60)
     left = guard.left(key_id)
-    for amount, used in zip(left, (requests, tokens), strict=True):
-        assert LIMIT - used <= amount <= min(LIMIT, LIMIT - used + refilled), (left, requests, tokens)
+    for limit, held, used in zip((REQUESTS, TOKENS), left, (requests, tokens), strict=True):
+        refilled = Fraction(time.monotonic() - began_s) * limit / 60
+        assert limit - used <= held <= limit - used + refilled, (left, requests, tokens)
 
 
 @pytest.fixture
