@@ -31,6 +31,7 @@ Label = Annotated[
 """May be shown on a terminal: one line, and nothing that moves the cursor or turns the writing round."""
 LABEL_RULE = "at most 200 printable characters"
 MODELS_MAX = 100
+Models = Annotated[tuple[Label, ...], msgspec.Meta(max_length=MODELS_MAX)]
 PRESENTED_CHARS_MAX = 256
 PEPPER_BYTES_MIN = 16
 DEFAULT_ORGANISATION = "default"
@@ -63,7 +64,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     label: Label = ""
     """For people."""
     limits: Limits = Limits()
-    models: Annotated[tuple[Label, ...], msgspec.Meta(max_length=MODELS_MAX)] = ()
+    models: Models = ()
     """Empty: all."""
     priority: Priority = "normal"
     weight: Weight = 1

@@ -11,12 +11,25 @@ import math
 import os
 import re
 import time
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import click
+import msgspec
 
 from cache.accounts import LIMIT_MAX, Limits
-from cache.key_records import DEFAULT_ORGANISATION, PRIORITIES, Issued, Key
+from cache.key_records import (
+    DEFAULT_ORGANISATION,
+    LABEL_RULE,
+    MODELS_MAX,
+    NAME_RULE,
+    PRIORITIES,
+    Issued,
+    Key,
+    Label,
+    Models,
+    Name,
+)
 from launch.errors import UserError
 from launch.flags import flags, options_of
 
@@ -27,7 +40,16 @@ PLACES = ("data_dir", "redis_url", "pepper_file")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MICROS = 1_000_000
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
+_Given = TypeVar("_Given", str, tuple[str, ...])
 Value = str | bool | tuple[str, ...] | None
+
+
+def _life(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """The same, but a life of nothing."""
+    life_s = _seconds(context, parameter, text)
+    if life_s == 0:
+        raise click.BadParameter("a key that has expired already is of no use")
+    return life_s
 
 
 def _seconds(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
@@ -53,6 +75,19 @@ def _micros(_context: click.Context, _parameter: click.Parameter, text: str | No
     return round(micros)
 
 
+def _like(kind: object, rule: str) -> Callable[[click.Context, click.Parameter, _Given], _Given]:
+    """A check before anything is started or written: as the record of a key will have it."""
+
+    def check(_context: click.Context, _parameter: click.Parameter, given: _Given) -> _Given:
+        try:
+            msgspec.convert(given, kind)
+        except msgspec.ValidationError as error:
+            raise click.BadParameter(rule) from error
+        return given
+
+    return check
+
+
 COUNT = click.IntRange(0, LIMIT_MAX)
 
 
@@ -62,16 +97,29 @@ def keys() -> None:
 
 
 @keys.command()
-@click.option("--tenant", default=DEFAULT_ORGANISATION, show_default=True, metavar="NAME", help="Whose key it is.")
-@click.option("--label", default="", metavar="TEXT", help="For people.")
+@click.option(
+    "--tenant",
+    default=DEFAULT_ORGANISATION,
+    callback=_like(Name, NAME_RULE),
+    show_default=True,
+    metavar="NAME",
+    help="Whose key it is.",
+)
+@click.option("--label", default="", callback=_like(Label, LABEL_RULE), metavar="TEXT", help="For people.")
 @click.option("--rpm", type=COUNT, metavar="COUNT", help="Requests a minute. Unset: no limit.")
 @click.option("--tpm", type=COUNT, metavar="TOKENS", help="Tokens a minute, of prompts and outputs. Unset: no limit.")
 @click.option("--concurrent", type=COUNT, metavar="COUNT", help="Requests at the same time. Unset: no limit.")
 @click.option("--spend-per-day", callback=_micros, metavar="AMOUNT", help="What a day may cost. Unset: no limit.")
-@click.option("--allow-model", multiple=True, metavar="NAME", help="May be repeated. Unset: all models.")
+@click.option(
+    "--allow-model",
+    multiple=True,
+    callback=_like(Models, f"at most {MODELS_MAX}, each of {LABEL_RULE}"),
+    metavar="NAME",
+    help="May be repeated. Unset: all models.",
+)
 @click.option("--priority", type=click.Choice(PRIORITIES), default="normal", show_default=True, help="Who goes first.")
 @click.option("--weight", type=click.IntRange(1, 1000), default=1, show_default=True, help="Share in its priority.")
-@click.option("--expires-in", callback=_seconds, metavar="DURATION", help="30d, 12h, 45m, 90s. Unset: never.")
+@click.option("--expires-in", callback=_life, metavar="DURATION", help="30d, 12h, 45m, 90s. Unset: never.")
 @click.option("--json", "as_json", is_flag=True, help="Print key_id and key as JSON.")
 @flags(*PLACES)
 def create(
@@ -123,9 +171,7 @@ def list_keys(as_json: bool, **given: Value) -> None:
     if any_keys(options, os.environ):
         found = with_keys(options, os.environ, lambda keys: keys.list_keys())
     if as_json:
-        from msgspec import to_builtins  # noqa: PLC0415 - beside its only use
-
-        click.echo(json.dumps([to_builtins(key) | {"state": _state(key)} for key in found]))
+        click.echo(json.dumps([msgspec.to_builtins(key) | {"state": _state(key)} for key in found]))
         return
     for key in found:
         click.echo(

@@ -5,7 +5,7 @@ The API keys as the command line reaches them: through the server that runs, or 
 import asyncio
 import contextlib
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from cache import embedded
 from cache.connection import Store
 from cache.errors import CacheError, Unavailable
 from cache.keys import Keys
-from cache.pepper import UNSET, make_pepper, read_pepper
+from cache.pepper import UNSET, VARIABLE, make_pepper, read_pepper
 from cache.redis_url import parse_redis_url
 from launch.errors import UserError
 from launch.leash import leashed
@@ -43,14 +43,14 @@ def with_keys(
         options: where they are.
         environ: where the pepper may be.
         do: what is to be done.
-        create: whether the pepper may be made, for the first key.
+        create: whether this makes a digest, for which there must be a pepper: with the first key it is made.
     """
     data = data_dir(options.data_dir, dict(environ))
     file = pepper_file(options, data)
     try:
-        pepper = make_pepper(file, environ) if create else read_pepper(file, environ)
+        read_pepper(file, environ)  # one that cannot be used is said before anything is started
         with _server(options, data) as url:
-            return asyncio.run(_ask(url, pepper or UNSET, do))
+            return asyncio.run(_ask(url, file, environ, do, create=create))
     except Unavailable as error:
         raise UserError(f"the server that keeps the API keys does not answer: {error}") from error
     except CacheError as error:
@@ -65,16 +65,20 @@ def any_keys(options: ServeOptions, environ: Mapping[str, str]) -> bool:
     return with_keys(options, environ, lambda keys: keys.count()) > 0
 
 
-async def _ask(url: str, pepper: bytes, do: Callable[[Keys], Awaitable[_Result]]) -> _Result:
-    async with _keys(url, pepper) as keys:
-        return await do(keys)
-
-
-@contextlib.asynccontextmanager
-async def _keys(url: str, pepper: bytes) -> AsyncIterator[Keys]:
+async def _ask(
+    url: str, file: Path, environ: Mapping[str, str], do: Callable[[Keys], Awaitable[_Result]], *, create: bool
+) -> _Result:
     store = Store(parse_redis_url(url), connect_timeout_ms=COMMAND_TIMEOUT_MS, command_timeout_ms=COMMAND_TIMEOUT_MS)
     try:
-        yield Keys(store, pepper)
+        pepper = read_pepper(file, environ)
+        if create and pepper is None:
+            if await Keys(store, UNSET).count():
+                raise UserError(
+                    f"there are API keys on this server already, and the pepper that they were made with is not here: "
+                    f"copy it to {file} from where they were made, or set {VARIABLE}"
+                )
+            pepper = make_pepper(file, environ)
+        return await do(Keys(store, pepper or UNSET))
     finally:
         await store.aclose()
 

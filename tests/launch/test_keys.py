@@ -87,6 +87,39 @@ def test_a_server_of_its_own_by_url(data: Path, tmp_path: Path) -> None:
     assert not data.exists()
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--tenant", "a b"),
+        ("--tenant", "acme\n"),
+        ("--label", "\x1b[2J"),
+        ("--allow-model", "m\n"),
+        ("--expires-in", "0s"),
+        ("--rpm", "-1"),
+        ("--spend-per-day", "nan"),
+    ],
+)
+def test_what_no_key_may_have_is_said_before_anything_is_made(data: Path, wrong: tuple[str, str]) -> None:
+    done = pellucid(data.parent, "keys", "create", *wrong, "--data-dir", str(data))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert wrong[0] in done.stderr and "Traceback" not in done.stderr
+    assert not data.exists()
+
+
+def test_a_key_for_a_server_whose_pepper_is_elsewhere(data: Path, tmp_path: Path) -> None:
+    """A key made with another pepper opens nothing, and one that is rotated with it no more."""
+    with servers.embedded(tmp_path / "v") as server:
+        made = json.loads(run(data, "create", "--json", "--redis-url", server.url))
+        elsewhere = tmp_path / "elsewhere"
+        for arguments in (("create",), ("rotate", made["key_id"])):
+            done = pellucid(tmp_path, "keys", *arguments, "--redis-url", server.url, "--data-dir", str(elsewhere))
+            assert done.returncode == 2 and "pepper" in done.stderr and "PELLUCID_PEPPER" in done.stderr
+        assert not elsewhere.exists()
+        (elsewhere).mkdir()
+        (data / "pepper").rename(elsewhere / "pepper")
+        run(elsewhere, "rotate", made["key_id"], "--redis-url", server.url)
+
+
 def test_a_data_directory_with_a_long_path(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 120)
     run(long, "create")
