@@ -5,10 +5,10 @@ Who may ask, and how much: API keys and limits, before an engine hears of a requ
     reserve    the ticket, and about how many tokens -> charged to its key, its tenant and its organisation; 429
     settle     what it has really used in place of that: once, whatever the end, before the client learns of the end
 
-Keys are needed as soon as one was ever made, and from then on for good: a server that has lost them lets nobody in.
-How many there are is asked when a request comes and the last answer is older than COUNTED_MS.  While the server has
-never said, keys are needed if there may be any: a person has named that server, or there is a pepper, which is made
-with the first key.
+Keys are needed as soon as one was ever made, and from then on for good: a server that has lost them lets nobody in.  A
+pepper says so too, since it is made with the first key: also to a gateway that begins when the keys are lost already.
+How many keys there are is asked when a request comes and the last answer is older than COUNTED_MS.  While nobody can
+say, keys are needed if there may be any: a person has named the server, and it has not said otherwise for STALE_S.
 """
 
 import os
@@ -20,7 +20,7 @@ import structlog
 from cache.connection import Store
 from cache.errors import Misconfigured, Unavailable
 from cache.key_records import NOBODY, Identity, id_in
-from cache.keys import Keys
+from cache.keys import STALE_S, Keys
 from cache.limits import Figures, Limiter, Refusal, Reservation
 from cache.pepper import UNSET, read_pepper
 from cache.redis_url import parse_redis_url
@@ -103,6 +103,8 @@ class Admission:
         self._options = options
         self._store: Store | None = None
         self._keys_needed = False
+        self._pepper_missing = False
+        self._pepper_trouble = ""
         self._counted_ns: int | None = None  # when the server last said how many keys there are
         if not options.redis_url:
             return
@@ -116,6 +118,8 @@ class Admission:
         if self._store is not None:
             await self._store.start()
             await self._limiter.start()
+            if self.trouble:
+                _log.warning("starting all the same", trouble=self.trouble)
 
     async def stop(self) -> None:
         """After the last request."""
@@ -129,9 +133,23 @@ class Admission:
         return self._store
 
     @property
-    def degraded(self) -> bool:
-        """Whether the server is away: limits are kept by each gateway for itself, keys as they were known."""
-        return self._store is not None and self._store.health.state == "open"
+    def trouble(self) -> str:
+        """What is the matter with the server, and what that means for requests; empty while all is well."""
+        if self._store is None:
+            return ""
+        if self._pepper_missing:
+            return "API keys exist, and the pepper that they were made with is not here: every request gets a 503."
+        if self._store.health.state == "closed":
+            return ""
+        away = "The server for API keys and limits does not answer"
+        if self._keys_needed or self._pepper is not None:
+            return (
+                f"{away}: keys that were seen in the last {STALE_S:g} s are good, with others a request gets a 503; "
+                "each gateway keeps to its share of the limits."
+            )
+        if self._unknown(clock.now_ns()):
+            return f"{away}, and nobody can say whether there are API keys: every request gets a 503."
+        return f"{away}; there were no API keys, so everybody is served."
 
     # ---- who
 
@@ -152,26 +170,40 @@ class Admission:
 
     def _ticket(self, identity: Identity | None) -> Ticket:
         ticket = Ticket(identity)
-        if self.degraded:
+        if self._store is not None and self._store.health.state == "open":
             ticket.headers[DEGRADED] = "limits"
         return ticket
 
     async def _needs_key(self, presented: str) -> bool:
         """Raises Unavailable."""
+        fresh_ns = COUNTED_MS * 1_000_000
         now_ns = clock.now_ns()
-        fresh = self._counted_ns is not None and now_ns - self._counted_ns < COUNTED_MS * 1_000_000
+        fresh = self._counted_ns is not None and now_ns - self._counted_ns < fresh_ns
         if not self._keys_needed and (not fresh or id_in(presented) != NOBODY):
             try:
                 self._keys_needed = await self._keys.count() > 0
                 self._counted_ns = clock.now_ns()
             except Unavailable:
-                there_may_be = self._options.redis_named or self._find_pepper()
-                if self._counted_ns is None and there_may_be:
+                if not self._find_pepper() and self._unknown(now_ns):
                     raise
-        if self._keys_needed and not self._find_pepper():
+            if not self._keys_needed and self._find_pepper():
+                self._keys_needed = True
+                _log.warning(
+                    "keys are needed: there is a pepper, though no key; if there were any, the server lost them"
+                )
+        missing = self._keys_needed and not self._find_pepper()
+        if missing and not self._pepper_missing:
             _log.error("API keys exist, but their pepper is missing", file=self._options.pepper_file)
+        self._pepper_missing = missing
+        if missing:
             raise Unavailable("no pepper")
         return self._keys_needed
+
+    def _unknown(self, now_ns: int) -> bool:
+        """Whether there may be keys for all that we know.  In a data directory of our own they come with a pepper."""
+        if not self._options.redis_named:
+            return False
+        return self._counted_ns is None or now_ns - self._counted_ns > STALE_S * 1e9
 
     def _find_pepper(self) -> bool:
         """Whether there is one by now: the first key may have been made since the last look."""
@@ -180,7 +212,9 @@ class Admission:
             try:
                 self._pepper = self._read_pepper()
             except Misconfigured as error:
-                _log.error("the pepper cannot be used", error=str(error))
+                if str(error) != self._pepper_trouble:
+                    _log.error("the pepper cannot be used", error=str(error))
+                self._pepper_trouble = str(error)
             if self._pepper is not None:
                 self._keys = Keys(self._store, self._pepper)
         return self._pepper is not None

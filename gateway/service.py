@@ -276,7 +276,7 @@ class Gateway:
         if not reason and len(troubles) == len(self.backend.replicas):
             reason = "; ".join(f"engine {number} {trouble}" for number, trouble in troubles.items())
         state: dict[str, Json] = {"status": "not ready" if reason else "ready", "reason": reason or None}
-        return not reason, state | {"engines": dict(troubles)}
+        return not reason, state | {"engines": dict(troubles), "degraded": self.admission.trouble or None}
 
     def health(self) -> dict[str, Json]:
         """That the process is alive, and what it serves."""
@@ -293,8 +293,14 @@ class Gateway:
             for hello in hellos
         ]
         reproducible = all(hello.reproducible for hello in hellos) if hellos else None
-        status = "degraded" if self.admission.degraded else "ok"
-        return {"status": status, "model": self.options.model_name, "reproducible": reproducible, "engines": engines}
+        trouble = self.admission.trouble
+        return {
+            "status": "degraded" if trouble else "ok",
+            "degraded": trouble or None,
+            "model": self.options.model_name,
+            "reproducible": reproducible,
+            "engines": engines,
+        }
 
     async def debug_requests(self, ticket: Ticket) -> dict[str, Json]:
         """The newest requests of all workers, as far as they are for these eyes."""

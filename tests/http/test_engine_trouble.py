@@ -103,7 +103,12 @@ class TestEngineTrouble:
     def test_silence_with_work_is_not_ready(self, custom: Custom, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("gateway.replica.CONNECT_TIMEOUT_S", 0.2)
         gateway, engine = custom(first_frame_timeout_s=0.3, resume_deadline_s=0)
-        assert gateway.client.get("/ready").json() == {"status": "ready", "reason": None, "engines": {}}
+        assert gateway.client.get("/ready").json() == {
+            "status": "ready",
+            "reason": None,
+            "engines": {},
+            "degraded": None,
+        }
         replica = gateway.application.backend.replicas[0]
 
         async def wedged(job: Job) -> None:

@@ -34,6 +34,10 @@ def test_without_its_server_from_the_start_nobody_is_let_in_where_keys_may_be(
         guard.pepper_file.unlink()
     guard.server.kill()
     pair = custom(**guard.options, redis_named=why == "named")
+    health, ready = (pair[0].client.get(path) for path in ("/health", "/ready"))
+    assert (health.status_code, ready.status_code) == (200, 200)
+    assert health.json()["status"] == "degraded" and "does not answer" in health.json()["degraded"]
+    assert "503" in ready.json()["degraded"] == health.json()["degraded"]
     for key in ("none", issued.key):
         answer = ask(pair, key)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "keys_unavailable")
@@ -42,6 +46,51 @@ def test_without_its_server_from_the_start_nobody_is_let_in_where_keys_may_be(
         guard.server.restart()
         until(lambda: ask(pair, issued.key).status_code == 200, "it does not come back")
         assert ask(pair, "none").status_code == 401
+        assert pair[0].client.get("/ready").json()["degraded"] is None
+
+
+def test_a_server_that_has_lost_the_keys_lets_nobody_in(guard: Guard, custom: Custom) -> None:
+    """Also where the gateway began afterwards: a pepper is made with the first key."""
+    issued = guard.create(limits=ALL)
+    guard.server.ask("FLUSHALL")
+    pair = custom(**guard.options)
+    for key in ("none", issued.key):
+        assert ask(pair, key).status_code == 401
+    assert ask(pair, guard.create(limits=ALL).key).status_code == 200
+
+
+def test_a_gateway_that_is_cut_off_forgets_that_there_were_no_keys(
+    guard: Guard, custom: Custom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody may have made the first one meanwhile, on another machine."""
+    pair = custom(**guard.options, redis_named=True)
+    assert ask(pair, "none").status_code == 200
+    guard.server.kill()
+    assert {ask(pair, "none").status_code for _ in range(10)} == {200}
+    monkeypatch.setattr("gateway.admission.STALE_S", 0.01)
+    until(lambda: ask(pair, "none").status_code == 503, "everybody is served for ever")
+
+    def said() -> bool:
+        ask(pair, "none")  # some must have failed before the breaker opens
+        return "503" in (pair[0].client.get("/health").json()["degraded"] or "")
+
+    until(said, "it is not said")
+
+
+def test_keys_without_their_pepper(guard: Guard, custom: Custom) -> None:
+    issued = guard.create()
+    pepper = guard.pepper_file.read_bytes()
+    guard.pepper_file.unlink()
+    pair = custom(**guard.options)
+    for _ in range(3):
+        assert ask(pair, issued.key).status_code == 503
+    assert "pepper" in pair[0].client.get("/ready").json()["degraded"]
+    guard.pepper_file.write_bytes(pepper)
+    guard.pepper_file.chmod(0o644)
+    assert ask(pair, issued.key).status_code == 503
+    guard.pepper_file.chmod(0o600)
+    assert ask(pair, issued.key).status_code == 200
+    assert pair[0].client.get("/health").json()["status"] == "ok"
 
 
 def test_a_server_that_freezes_in_the_middle(guarded: Pair, guard: Guard) -> None:
