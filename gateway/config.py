@@ -38,6 +38,10 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Where the workers, this one among them, ask each other what each has seen; empty: it is the only one."""
     listener: int = -1
     """File descriptor of a bound socket that was inherited and that the workers share; -1: listen on host and port."""
+    price_prompt_micros: int = 0
+    """Of a million prompt tokens, in millionths of the currency that spend limits are in."""
+    price_output_micros: int = 0
+    """Of a million output tokens."""
     host: str = "127.0.0.1"
     port: int = 8000
     otlp_endpoint: str = ""

@@ -7,7 +7,6 @@ takes where no `pellucid serve` runs, or that of --redis-url.
 
 import getpass
 import json
-import math
 import os
 import re
 import time
@@ -32,13 +31,13 @@ from cache.key_records import (
 )
 from launch.errors import UserError
 from launch.flags import flags, options_of
+from launch.parse import MICROS, parse_amount
 
 if TYPE_CHECKING:
     from cache.keys import Keys
 
 PLACES = ("data_dir", "redis_url", "pepper_file")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-MICROS = 1_000_000
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
 _Given = TypeVar("_Given", str, tuple[str, ...])
 Value = str | bool | tuple[str, ...] | None
@@ -67,12 +66,9 @@ def _micros(_context: click.Context, _parameter: click.Parameter, text: str | No
     if text is None:
         return None
     try:
-        micros = float(text) * MICROS
-    except ValueError:
-        micros = math.nan
-    if not 0 <= micros <= LIMIT_MAX:
-        raise click.BadParameter(f"{text!r} is no amount of money")
-    return round(micros)
+        return parse_amount(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 def _like(kind: object, rule: str) -> Callable[[click.Context, click.Parameter, _Given], _Given]:
@@ -109,7 +105,9 @@ def keys() -> None:
 @click.option("--rpm", type=COUNT, metavar="COUNT", help="Requests a minute. Unset: no limit.")
 @click.option("--tpm", type=COUNT, metavar="TOKENS", help="Tokens a minute, of prompts and outputs. Unset: no limit.")
 @click.option("--concurrent", type=COUNT, metavar="COUNT", help="Requests at the same time. Unset: no limit.")
-@click.option("--spend-per-day", callback=_micros, metavar="AMOUNT", help="What a day may cost. Unset: no limit.")
+@click.option(
+    "--spend-per-day", callback=_micros, metavar="AMOUNT", help="What a day may cost, by the prices of `serve`."
+)
 @click.option(
     "--allow-model",
     multiple=True,
@@ -118,7 +116,9 @@ def keys() -> None:
     help="May be repeated. Unset: all models.",
 )
 @click.option("--priority", type=click.Choice(PRIORITIES), default="normal", show_default=True, help="Who goes first.")
-@click.option("--weight", type=click.IntRange(1, 1000), default=1, show_default=True, help="Share in its priority.")
+@click.option(
+    "--weight", type=click.IntRange(1, 1000), default=1, show_default=True, help="Kept for the key; no effect yet."
+)
 @click.option("--expires-in", callback=_life, metavar="DURATION", help="30d, 12h, 45m, 90s. Unset: never.")
 @click.option("--json", "as_json", is_flag=True, help="Print key_id and key as JSON.")
 @flags(*PLACES)

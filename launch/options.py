@@ -17,6 +17,7 @@ from launch.errors import UserError
 from launch.parse import (
     nearest,
     one_of,
+    parse_amount,
     parse_engines,
     parse_list,
     parse_redis,
@@ -137,6 +138,20 @@ OPTIONS = (
         metavar="FILE",
         help="The secret of the API keys. Unset: $PELLUCID_PEPPER, else a file in the data directory.",
         parse=str,
+    ),
+    Option(
+        name="price_prompt",
+        default="0",
+        metavar="AMOUNT",
+        help="What a million prompt tokens cost, for the spend limits of keys: 0.15, in any currency.",
+        parse=parse_amount,
+    ),
+    Option(
+        name="price_output",
+        default="0",
+        metavar="AMOUNT",
+        help="What a million output tokens cost.",
+        parse=parse_amount,
     ),
     Option(
         name="dtype",
@@ -330,6 +345,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     data_dir: str
     redis_url: str
     pepper_file: str
+    price_prompt: int
+    price_output: int
     dtype: str
     quantization: str
     kv_dtype: str

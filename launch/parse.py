@@ -5,6 +5,7 @@ name of the place where it stood.
 
 import difflib
 from collections.abc import Callable, Iterable
+from decimal import Decimal, InvalidOperation
 from urllib.parse import urlsplit
 
 from cache.errors import Misconfigured
@@ -12,6 +13,9 @@ from cache.redis_url import OPTION, parse_redis_url
 
 DRAFTS_AUTO_MAX = 15  # a step of 16 rows
 DRAFTS_MAX = 63
+MICROS = 1_000_000
+MICROS_MAX = 10**15
+"""The largest amount of money that the limits count with."""
 
 
 def whole(*, least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
@@ -53,6 +57,21 @@ def one_of(*choices: str) -> Callable[[str], str]:
         return text.lower()
 
     return parse
+
+
+def parse_amount(text: str) -> int:
+    """An amount of money, in millionths: 0.15 is 150000."""
+    try:
+        micros = Decimal(text) * MICROS
+    except InvalidOperation:
+        micros = Decimal("nan")
+    if not micros.is_finite():
+        raise ValueError(f"{text!r} is no amount of money")
+    if not 0 <= micros <= MICROS_MAX:
+        raise ValueError(f"{text} is not in 0 .. {MICROS_MAX // MICROS}")
+    if micros != int(micros):
+        raise ValueError(f"{text} has more than six decimals")
+    return int(micros)
 
 
 def parse_speculative(text: str) -> int:

@@ -247,6 +247,8 @@ def gateway_options(
         routing=options.routing,
         pepper_file=str(pepper),
         redis_named=bool(options.redis_url),
+        price_prompt_micros=options.price_prompt,
+        price_output_micros=options.price_output,
         host=options.host,
         port=listener.getsockname()[1],
         listener=listener.fileno(),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from launch.errors import UserError
 from launch.options import BY_NAME, OPTIONS, Option, read_options
-from launch.parse import DRAFTS_AUTO_MAX, DRAFTS_MAX, parse_speculative, parse_switch
+from launch.parse import DRAFTS_AUTO_MAX, DRAFTS_MAX, parse_amount, parse_speculative, parse_switch
 from launch.sizes import KvMemory, available_bytes, format_bytes, parse_bytes, parse_kv_memory
 
 
@@ -178,3 +178,16 @@ def test_available_memory_is_known_here() -> None:
 
 def test_flags_and_variables_follow_from_the_name() -> None:
     assert (BY_NAME["max_queue"].flag, BY_NAME["max_queue"].variable) == ("--max-queue", "PELLUCID_MAX_QUEUE")
+
+
+@pytest.mark.parametrize(
+    ("text", "micros"), [("0", 0), ("0.15", 150_000), ("1e-6", 1), ("0.1", 100_000), ("1000000000", 10**15)]
+)
+def test_amounts_of_money_are_exact(text: str, micros: int) -> None:
+    assert parse_amount(text) == micros
+
+
+@pytest.mark.parametrize("text", ["", "x", "nan", "inf", "-1", "-0.1", "0.0000001", "1000000001", "1,5"])
+def test_what_is_no_amount_of_money(text: str) -> None:
+    with pytest.raises(ValueError, match=r"amount|in 0|decimals"):
+        parse_amount(text)

@@ -52,6 +52,8 @@ LAUNCHER_ONLY = {
 GIVEN = {
     "redis_url": "redis://h:1",
     "pepper_file": "/p",
+    "price_prompt": "0.15",
+    "price_output": "2",
     "model_name": "n",
     "host": "::1",
     "dtype": "float32",

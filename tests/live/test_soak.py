@@ -10,7 +10,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cache.connection import CONNECTIONS_MAX
 from tests.live.conftest import Appliance
 from tests.live.test_appliance import held, ledgers, model_of, wait_for
 
@@ -91,9 +90,7 @@ def test_nothing_is_left_behind(appliance: Appliance) -> None:
             resident[name].append(resident_bytes(pid))
     wait_for(lambda: held(appliance) == 0, "no KV is held")
     wait_for(lambda: all(row.outcome is not None for row in ledgers(appliance)), "no request is live")
-    wait_for(lambda: descriptors(children["engine"]) == before["engine"], "no descriptor of the engine is left")
-    pooled = before["gateway"] + CONNECTIONS_MAX  # to the key server: the pool may not have found its size before
-    wait_for(lambda: descriptors(children["gateway"]) <= pooled, "no descriptor of the gateway is left")
+    wait_for(lambda: {name: descriptors(pid) for name, pid in children.items()} == before, "no descriptor is left")
     wait_for(lambda: loop_tasks(appliance) == tasks, "no task is left")
     third = (WINDOWS - 1) // 3
     growth = {name: min(seen[2 * third :]) - max(seen[third : 2 * third]) for name, seen in resident.items()}
