@@ -76,9 +76,14 @@ class Guard:
 
     def left(self, key_id: str) -> tuple[Fraction, Fraction]:
         """Requests and tokens in the buckets of a key, as they were written last."""
-        reply = self.server.ask("GET", f"pellucid:{{default}}:limits:key:{key_id}").split(b"\r\n")[1].split()
-        _, requests, requests_part, tokens, tokens_part = map(int, reply[:5])
+        _, requests, requests_part, tokens, tokens_part, *_ = self.bucket(key_id)
         return requests + Fraction(requests_part, MINUTE_US), tokens + Fraction(tokens_part, MINUTE_US)
+
+    def bucket(self, key_id: str) -> list[int]:
+        """The state of a key as limits.lua has it: at (us), requests, part, tokens, part, day, spent, and its limits."""
+        reply = self.server.ask("GET", f"pellucid:{{default}}:limits:key:{key_id}")
+        return [int(word) for word in reply.split(b"
+")[1].split()]
 
     def running(self, key_id: str) -> int:
         """Slots of a key that are taken."""

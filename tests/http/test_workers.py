@@ -4,93 +4,24 @@ Several workers on one port, as real processes: what people read is of all, and 
 
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import httpx
 import msgspec
 import pytest
 
 from gateway.__main__ import main
-from tests.contract.telemetry.test_metrics import Series, read, total
-from tests.http.asking import chat, raw_request, read_until
+from tests.contract.telemetry.test_metrics import total
+from tests.http.asking import CHAT_URL, chat, raw_request, read_until
 from tests.http.conftest import options_for
 from tests.http.fake_engine import FakeEngine, Job
 from tests.http.guard import until
 from tests.http.harness import WAIT_S, ShellEngine
 from tests.http.model_files import EOS_ID
+from tests.http.workers import Workers
 
-ROOT = Path(__file__).resolve().parents[2]
-URL = "/v1/chat/completions"
 TRIES_MAX = 80
-
-
-class Workers:
-    """Processes that share a socket, which this one holds, as the supervisor does."""
-
-    def __init__(self, model_dir: Path, engine: str, home: Path, count: int, **changes: object) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self.listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.sockets = tuple(str(home / f"gateway-{number}.sock") for number in range(count))
-        options = options_for(model_dir, engine)
-        self._options = msgspec.structs.replace(
-            options, worker_sockets=self.sockets, listener=self.listener.fileno(), log_format="json", **changes
-        )
-        self.logs = [home / f"{number}.log" for number in range(count)]
-        self.processes = [self._start(number) for number in range(count)]
-        for number in range(count):
-            self.wait_until_connected(number)
-
-    def _start(self, number: int) -> "subprocess.Popen[bytes]":
-        options = msgspec.json.encode(msgspec.structs.replace(self._options, worker=number)).decode()
-        command = [sys.executable, "-m", "gateway", "--options", options]
-        with self.logs[number].open("ab") as log:
-            return subprocess.Popen(command, cwd=ROOT, stderr=log, pass_fds=(self.listener.fileno(),))
-
-    def wait_until_connected(self, number: int, times: int = 1) -> None:
-        """Until it says for the n-th time that its engine is there."""
-        until(lambda: self.logs[number].read_text().count("engine connected") >= times, f"worker {number} is not there")
-
-    def restart(self, number: int) -> None:
-        """As the supervisor does."""
-        self.processes[number].wait(WAIT_S)
-        times = self.logs[number].read_text().count("engine connected")
-        self.processes[number] = self._start(number)
-        self.wait_until_connected(number, times + 1)
-
-    def stop(self) -> None:
-        """All of them, by force."""
-        for process in self.processes:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-            process.wait(WAIT_S)
-        self.listener.close()
-
-    # ---- asking one of them, whichever takes the connection
-
-    def connect(self) -> socket.socket:
-        """A new connection."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
-
-    def get(self, path: str) -> httpx.Response:
-        """Over a connection of its own."""
-        return httpx.get(self.url + path, timeout=WAIT_S)
-
-    def post(self, request_id: str) -> httpx.Response:
-        """The same."""
-        return httpx.post(self.url + URL, json=chat(), headers={"x-request-id": request_id}, timeout=WAIT_S)
-
-    def metrics(self) -> Series:
-        """What the worker says that happens to be asked."""
-        return read(self.get("/metrics").content)
-
-    def worker_of(self, request_id: str) -> int | None:
-        """Whose log has it."""
-        return next((number for number, log in enumerate(self.logs) if f'"{request_id}"' in log.read_text()), None)
 
 
 @pytest.fixture
@@ -127,7 +58,7 @@ def test_whoever_is_asked_tells_of_all(both: Workers) -> None:
         assert "workers_silent" not in listed
         series = both.metrics()
         for name in ("pellucid_requests_total", "pellucid_request_duration_seconds_count"):
-            assert total(series, name, route=URL) == total(before, name, route=URL) + len(ids)
+            assert total(series, name, route=CHAT_URL) == total(before, name, route=CHAT_URL) + len(ids)
         emitted = total(series, "pellucid_engine_emitted_tokens_total")
         assert emitted == total(series, "pellucid_output_tokens_total") > 0, "each worker hears of each step"
         assert total(series, "pellucid_engine_sequences_per_step_count") == total(series, "pellucid_engine_steps_total")
@@ -184,7 +115,7 @@ def test_a_worker_that_dies_takes_its_clients_and_nobody_else(model_dir: Path, e
                 raw.close()
             for one in open_ones.keys() - cut:
                 engine.wait_for_abort(one)
-            until(lambda: total(workers.metrics(), "pellucid_requests_live", route=URL) == 0, "something is left")
+            until(lambda: total(workers.metrics(), "pellucid_requests_live", route=CHAT_URL) == 0, "something is left")
         finally:
             workers.stop()
 
@@ -193,7 +124,7 @@ def _the_other_one_serves_on(workers: Workers, *, live: int) -> None:
     """And what was counted is still there."""
     assert workers.get("/ready").status_code == 200
     assert (_silent(workers), _finished(workers)) == (1, 8)
-    assert total(workers.metrics(), "pellucid_requests_live", route=URL) == live
+    assert total(workers.metrics(), "pellucid_requests_live", route=CHAT_URL) == live
     assert workers.get("/debug/requests").json()["workers_silent"] == [0]
 
 
@@ -243,7 +174,7 @@ def test_a_worker_that_is_stuck_is_left_out_and_named(both: Workers) -> None:
     finally:
         both.processes[1].send_signal(signal.SIGCONT)
     assert total(series, "pellucid_gateway_workers_silent") == 1
-    for name, labels in (("pellucid_requests_total", {"route": URL}), ("pellucid_engine_steps_total", {})):
+    for name, labels in (("pellucid_requests_total", {"route": CHAT_URL}), ("pellucid_engine_steps_total", {})):
         assert total(series, name, **labels) == total(counted, name, **labels)
     memory = "pellucid_process_resident_memory_bytes"
     assert total(series, memory) < total(counted, memory), "what it sees now is not known"
