@@ -44,8 +44,8 @@ Reason = Literal[
 LOAD_BOUND = 1.25
 LOAD_MARGIN_SEQUENCES = 2
 """So many times the mean and so many more: a replica with more sequences in flight gets no more for its prefixes."""
-CLEARLY = 1.5
-MARGIN_TOKENS = 128
+CLEARLY = 1.2
+MARGIN_TOKENS = 64
 """So many times as much and so many more, to be computed before the first token: that is clearly longer."""
 
 

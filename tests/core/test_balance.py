@@ -105,9 +105,9 @@ def test_the_most_of_the_prompt_wins_among_the_idle() -> None:
 def test_a_busy_favourite_is_relieved() -> None:
     rng, ask = Random(1), Ask(prompt_tokens=PROMPT)
     longer = idle(896, 0, 0)
-    longer[0] = put(longer[0], ahead_tokens=1500)
-    assert choose("prefix", longer, ask, turn=0, rng=rng) == (0, "cached"), "1,604 tokens against 1,000"
-    longer[0] = put(longer[0], ahead_tokens=1600)
+    longer[0] = put(longer[0], ahead_tokens=1160)
+    assert choose("prefix", longer, ask, turn=0, rng=rng) == (0, "cached"), "1,264 tokens against 1,000"
+    longer[0] = put(longer[0], ahead_tokens=1161)
     assert choose("prefix", longer, ask, turn=0, rng=rng).reason == "relief"
     crowded = idle(896, 0, 0)
     crowded[0] = put(crowded[0], sequences=5)
