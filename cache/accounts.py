@@ -89,3 +89,9 @@ class Account:
         buckets = [level.limits.tokens_per_minute for level in self.levels]
         smallest = min((bucket for bucket in buckets if bucket is not None), default=prompt_tokens + default_tokens)
         return min(prompt_tokens + default_tokens, max(prompt_tokens, smallest))
+
+    def estimate_micros(self, *, prompt_micros: int, micros: int, named: bool) -> int:
+        """The same in money: `micros` in all; `named`: the client named a maximum of its own."""
+        days = [level.limits.spend_micros_per_day for level in self.levels]
+        smallest = min((day for day in days if day is not None), default=micros)
+        return micros if named else min(micros, max(prompt_micros, smallest))

@@ -111,6 +111,11 @@ class Limiter:
         return len(self._held)
 
     @property
+    def workers(self) -> int:
+        """Gateway processes that share the limits, as far as is known."""
+        return self._local.workers
+
+    @property
     def owed(self) -> int:
         """Settlements that wait for the server."""
         return len(self._debts)

@@ -150,6 +150,11 @@ class LocalLimits:
         self._entries_max = entries_max
         self._levels: OrderedDict[tuple[str, str, str], _Shares] = OrderedDict()
 
+    @property
+    def workers(self) -> int:
+        """Among how many each limit is divided."""
+        return self._share.workers
+
     def share_with(self, *, workers: int, worker: int) -> None:
         """From now on we are number `worker` of so many."""
         self._share = Share(workers, worker)

@@ -12,26 +12,31 @@ say, keys are needed if there may be any: a person has named the server, and it 
 """
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
 
+from cache.accounts import Account
 from cache.connection import Store
 from cache.errors import Misconfigured, Unavailable
 from cache.key_records import NOBODY, Identity, id_in
 from cache.keys import STALE_S, Keys
-from cache.limits import Figures, Limiter, Refusal, Reservation
+from cache.limits import Limiter, Refusal, Reservation
 from cache.pepper import UNSET, read_pepper
 from cache.redis_url import parse_redis_url
 from gateway import errors
 from gateway.config import GatewayOptions
-from gateway.errors import ApiError
+from gateway.refusals import figures_headers, refused
 from telemetry import clock
 from telemetry.records import RequestRecord
+from telemetry.vocabulary import LimitsView
 
 COUNTED_MS = 100
 DEGRADED = "x-pellucid-degraded"
+PRICED_TOKENS = 1_000_000
+"""What a price is of."""
 PRIORITIES = {"high": -1, "normal": 0, "low": 1}
 """A key's class as the engine's priority: lower goes first."""
 
@@ -46,6 +51,12 @@ class Ticket:
         """None: no keys are needed, and nothing is limited."""
         self.headers: dict[str, str] = {}
         """For its response."""
+        self.reserved_tokens = 0
+        """Of the limits; 0: it has none, or they have not been asked yet."""
+        self.charged_tokens = 0
+        """In their place, at its end."""
+        self.charged_micros = 0
+        """What they cost."""
         self._held: tuple[Admission, Reservation, int] | None = None
 
     @property
@@ -73,6 +84,8 @@ class Ticket:
         """It may run; from now on something is to be settled."""
         assert self._held is None, "a request reserves once"
         self._held = (admission, reservation, prompt_tokens)
+        if reservation.source != "unlimited":
+            self.reserved_tokens = reservation.tokens
 
     async def settle(self, *, output_tokens: int, complete: bool) -> None:
         """
@@ -80,19 +93,30 @@ class Ticket:
 
         A failure before the first token costs nothing; what was generated is charged, whatever came of it.
         """
-        held, self._held = self._held, None  # first: who is cancelled while it waits has settled all the same
-        if held is not None:
-            admission, reservation, prompt_tokens = held
-            used = prompt_tokens + output_tokens if complete or output_tokens else None
-            await admission.settle(reservation, used)
+        if self._held is not None:
+            _, _, prompt_tokens = self._held
+            used = bool(complete or output_tokens)
+            await self._settle(prompt_tokens if used else 0, output_tokens, whole=not used)
 
     async def close(self, record: RequestRecord) -> None:
-        """The end of a request whose client was not told of one: it left.  What was computed for it is charged."""
-        held, self._held = self._held, None
-        if held is not None:
-            admission, reservation, prompt_tokens = held
-            prompt_used = prompt_tokens if record.output_tokens else min(prompt_tokens, record.computed_tokens)
-            await admission.settle(reservation, prompt_used + record.output_tokens)
+        """
+        The end of a request whose client was not told of one: it left.  What was computed for it is charged.
+
+        Also before its first token: only a failure of ours is free.
+        """
+        if self._held is not None:
+            _, _, prompt_tokens = self._held
+            computed = prompt_tokens if record.output_tokens else min(prompt_tokens, record.computed_tokens)
+            await self._settle(computed, record.output_tokens)
+
+    async def _settle(self, prompt_tokens: int, output_tokens: int, *, whole: bool = False) -> None:
+        held, self._held = self._held, None  # first: who is cancelled while it waits has settled all the same
+        assert held is not None
+        admission, reservation, _ = held
+        micros = admission.cost_micros(prompt_tokens, output_tokens)
+        if reservation.source != "unlimited":
+            self.charged_tokens, self.charged_micros = prompt_tokens + output_tokens, micros
+        await admission.settle(reservation, tokens=prompt_tokens + output_tokens, micros=micros, whole=whole)
 
 
 class Admission:
@@ -105,6 +129,9 @@ class Admission:
         self._keys_needed = False
         self._pepper_missing = False
         self._pepper_trouble = ""
+        self._warned = False
+        self.refusals: Counter[tuple[str, str]] = Counter()
+        """Of the limits, by level and limit."""
         self._counted_ns: int | None = None  # when the server last said how many keys there are
         if not options.redis_url:
             return
@@ -150,6 +177,23 @@ class Admission:
         if self._unknown(clock.now_ns()):
             return f"{away}, and nobody can say whether there are API keys: every request gets a 503."
         return f"{away}; there were no API keys, so everybody is served."
+
+    def view(self) -> LimitsView | None:
+        """For /metrics; None without a server."""
+        if self._store is None:
+            return None
+        health = self._store.health
+        return LimitsView(
+            up=health.state == "closed",
+            openings=health.openings,
+            commands_failed=health.failed,
+            workers=self._limiter.workers,
+            held=self._limiter.held,
+            owed=self._limiter.owed,
+            forgotten=self._limiter.forgotten,
+            unknown=self._limiter.unknown,
+            refusals=dict(self.refusals),
+        )
 
     # ---- who
 
@@ -243,23 +287,44 @@ class Admission:
             asked_tokens=None if tokens_max is None else tokens_max * sequences,
             default_tokens=self._options.output_tokens_estimated * sequences,
         )
+        self._warn_without_prices(account)
+        micros = account.estimate_micros(
+            prompt_micros=self.cost_micros(prompt_tokens, 0),
+            micros=self.cost_micros(prompt_tokens, tokens - prompt_tokens),
+            named=tokens_max is not None,
+        )
         try:
-            answer = await self._limiter.reserve(account, tokens=tokens)
+            answer = await self._limiter.reserve(account, tokens=tokens, micros=micros)
         except Unavailable:
             raise errors.limits_unavailable() from None
-        ticket.headers |= _figures(answer.figures)
+        ticket.headers |= figures_headers(answer.figures)
         if answer.source in ("local", "open"):
             ticket.headers[DEGRADED] = "limits"
         if isinstance(answer, Refusal):
+            self.refusals[answer.level.name, answer.limit] += 1
             raise refused(answer, tokens)
         ticket.hold(self, answer, prompt_tokens)
 
-    async def settle(self, reservation: Reservation, tokens: int | None) -> None:
-        """Charge `tokens`; None: all of it back.  Whoever is cancelled meanwhile, it happens, and once."""
-        if tokens is None:
+    async def settle(self, reservation: Reservation, *, tokens: int, micros: int, whole: bool) -> None:
+        """Charge so much, or give all of it back.  Whoever is cancelled meanwhile, it happens, and once."""
+        if whole:
             await self._limiter.refund(reservation)
         else:
-            await self._limiter.settle(reservation, tokens=tokens)
+            await self._limiter.settle(reservation, tokens=tokens, micros=micros)
+
+    def _warn_without_prices(self, account: Account) -> None:
+        options = self._options
+        if self._warned or options.price_prompt_micros or options.price_output_micros:
+            return
+        if any(level.limits.spend_micros_per_day is not None for level in account.levels):
+            self._warned = True
+            _log.warning("a key has a spend limit, and nothing has a price: set --price-prompt and --price-output")
+
+    def cost_micros(self, prompt_tokens: int, output_tokens: int) -> int:
+        """What they cost, rounded up."""
+        options = self._options
+        cost = prompt_tokens * options.price_prompt_micros + output_tokens * options.price_output_micros
+        return -(-cost // PRICED_TOKENS)
 
 
 def _presented(headers: Mapping[str, str]) -> str:
@@ -268,65 +333,3 @@ def _presented(headers: Mapping[str, str]) -> str:
     if scheme.lower() == "bearer":
         return text.strip()
     return headers.get("x-api-key", "").strip()
-
-
-def refused(refusal: Refusal, tokens: int) -> ApiError:
-    """A refusal of the limits as the client sees it."""
-    level, kind = refusal.level, refusal.limit
-    whose = f"this {level.name}"
-    if kind == "spend" or not refusal.can_succeed:
-        wanted = f" The request needs about {tokens} tokens." if kind == "tokens" else ""
-        message = f"The quota of {whose} does not allow this request ({_limit(refusal)}).{wanted}"
-        headers = {"x-should-retry": "false"} | (_after(refusal.retry_after_ms) if refusal.can_succeed else {})
-        return ApiError(429, "insufficient_quota", message, kind="insufficient_quota", headers=headers, outcome="quota")
-    message = f"Rate limit of {whose} reached ({_limit(refusal)}). Try again in {refusal.retry_after_ms / 1000:g} s."
-    kind_of_error = "tokens" if kind == "tokens" else "requests"
-    headers = _after(refusal.retry_after_ms)
-    return ApiError(429, "rate_limit_exceeded", message, kind=kind_of_error, headers=headers, outcome="rate_limited")
-
-
-def _limit(refusal: Refusal) -> str:
-    limits = refusal.level.limits
-    match refusal.limit:
-        case "requests":
-            return f"{limits.requests_per_minute} requests per minute"
-        case "tokens":
-            return f"{limits.tokens_per_minute} tokens per minute"
-        case "concurrent":
-            return f"{limits.concurrent} requests at the same time"
-        case "spend":
-            return "spend per day"
-
-
-def _after(wait_ms: int) -> dict[str, str]:
-    """Never too early: who comes back in time is let in."""
-    wait_ms = max(1, wait_ms)
-    return {"retry-after": str(-(-wait_ms // 1000)), "retry-after-ms": str(wait_ms)}
-
-
-def _figures(figures: Figures) -> dict[str, str]:
-    """`x-ratelimit-*`, of the level that is tightest; nothing where nothing is limited, or known."""
-    values = {
-        "limit-requests": _text(figures.requests_limit),
-        "remaining-requests": _text(figures.requests_remaining),
-        "reset-requests": duration(figures.requests_reset_ms),
-        "limit-tokens": _text(figures.tokens_limit),
-        "remaining-tokens": _text(figures.tokens_remaining),
-        "reset-tokens": duration(figures.tokens_reset_ms),
-    }
-    return {f"x-ratelimit-{name}": value for name, value in values.items() if value}
-
-
-def _text(number: int | None) -> str:
-    return "" if number is None else str(number)
-
-
-def duration(wait_ms: int | None) -> str:
-    """`12ms`, `1s`, `6m0s`, `1h0m0s`: rounded up."""
-    if wait_ms is None:
-        return ""
-    if wait_ms < 1000:
-        return f"{wait_ms}ms"
-    minutes, seconds = divmod(-(-wait_ms // 1000), 60)
-    hours, minutes = divmod(minutes, 60)
-    return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{seconds}s"

@@ -42,6 +42,7 @@ class Application:
         self.admission = Admission(options)
         store = self.admission.store
         self.backend = Backend(options, self.hub, PrefixIndex(store) if store is not None else None)
+        self.hub.watch_limits(self.admission.view)
         self.siblings = Siblings(options, self.hub)
         self.gateway = Gateway(options, text, self.backend, self.hub, self.admission, self.siblings)
         self._text = text

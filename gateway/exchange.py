@@ -13,6 +13,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from http import HTTPStatus
 
+import msgspec
 import structlog
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, ReceiveMessage, Scope, Send
@@ -197,8 +198,16 @@ class Exchange:
             call.release()
         self.settle()
         record = self._record(max(closed_ns, self._last_ns()))
-        await self.ticket.close(record)
-        self._front.hub.request(record)
+        ticket = self.ticket
+        await ticket.close(record)
+        self._front.hub.request(
+            msgspec.structs.replace(
+                record,
+                reserved_tokens=ticket.reserved_tokens,
+                charged_tokens=ticket.charged_tokens,
+                charged_micros=ticket.charged_micros,
+            )
+        )
 
     def _output_tokens(self) -> int:
         return self.bill.output if self.bill is not None else sum(len(call.emitted) for call in self.flight.calls)

@@ -12,7 +12,7 @@ Mismatch = tuple[str, int]
 
 
 def request_mismatches(record: RequestRecord) -> Iterator[Mismatch]:
-    """The latency book and the token book of one request."""
+    """The latency book, the token book and the limit book of one request."""
     if lost_ns := record.imbalance():
         yield "latency", lost_ns
     elif any(spent_ns < 0 for spent_ns in record.states.values()):
@@ -21,6 +21,8 @@ def request_mismatches(record: RequestRecord) -> Iterator[Mismatch]:
         yield "token", lost_tokens
     if lost_drafts := record.drafted_tokens - record.draft_accepted_tokens - record.draft_rejected_tokens:
         yield "token", lost_drafts
+    if uncharged := _limit_imbalance(record):
+        yield "limit", uncharged
 
 
 def step_mismatches(record: StepRecord) -> Iterator[Mismatch]:
@@ -45,3 +47,13 @@ def _prompt_imbalance(record: RequestRecord) -> int:
     if record.outcome in FINISHED_OUTCOMES and served and paid < record.prompt_tokens:
         return record.prompt_tokens - paid
     return min(0, record.prompt_tokens * max(1, record.choices) - paid)
+
+
+def _limit_imbalance(record: RequestRecord) -> int:
+    """Tokens that the limits were not charged with, and should have been: all that `usage` says; of others no more."""
+    used = record.prompt_tokens + record.output_tokens
+    if not record.reserved_tokens:
+        return -record.charged_tokens
+    if record.outcome in FINISHED_OUTCOMES:
+        return used - record.charged_tokens
+    return min(0, used - record.charged_tokens)

@@ -9,17 +9,21 @@ at the scrape, so sums are exact.  Dashboards and alerts are rendered from this 
 # long: one table, and people look for a metric in one place.
 
 from collections.abc import Callable
+from typing import Literal
 
 from telemetry.records import RequestRecord, StepRecord
 from telemetry.vocabulary import (
     GENERATING_ROUTES,
     KV_PLACES,
     LATENCY_BUCKETS_S,
+    MICROS,
     NS_PER_S,
     PROMISES,
     STEP_BUCKETS_S,
     TOKEN_BUCKETS,
+    LimitsView,
     Metric,
+    Point,
     Points,
     View,
 )
@@ -61,6 +65,10 @@ def _promises(record: RequestRecord) -> Points:
     kept = min(record.promised_tokens, record.cached_tokens)
     amounts = (kept, record.promised_tokens - kept, record.cached_tokens - kept)
     return [((promise,), amount) for promise, amount in zip(PROMISES, amounts, strict=True)]
+
+
+def _if_limited(record: RequestRecord, *points: Point) -> Points:
+    return points if record.reserved_tokens else ()
 
 
 def _gen_ai(record: RequestRecord, amount: int | None) -> Points:
@@ -213,6 +221,22 @@ REQUEST_METRICS = (
         "not cached, cached and not promised (it knows beginnings of whole 64 tokens).",
         labels=("promise",),
         of_request=_promises,
+        zeros=True,
+    ),
+    Metric(
+        name="pellucid_limit_tokens_total",
+        kind="counter",
+        help="Tokens of requests that limits hold: reserved before they run, and charged instead at their end.",
+        labels=("stage",),
+        of_request=lambda r: _if_limited(r, (("reserved",), r.reserved_tokens), (("charged",), r.charged_tokens)),
+        zeros=True,
+    ),
+    Metric(
+        name="pellucid_limit_spend_total",
+        kind="counter",
+        help="What those tokens cost, in the currency of the prices.",
+        divisor=MICROS,
+        of_request=lambda r: _if_limited(r, ((), r.charged_micros)),
         zeros=True,
     ),
     _latency(
@@ -379,6 +403,69 @@ def _kv_slots(view: View) -> Points:
     ]
 
 
+def _limits(name: str, kind: Literal["counter", "gauge"], help: str, amount: Callable[[LimitsView], int]) -> Metric:
+    """A number of the server for keys and limits; nothing is shown where there is none."""
+
+    def read(view: View) -> Points:
+        return [((), amount(view.limits))] if view.limits is not None else []
+
+    return Metric(name=name, kind=kind, help=help, of_view=read)
+
+
+LIMIT_METRICS = (
+    _limits("pellucid_redis_up", "gauge", "Whether the server for keys and limits answers.", lambda view: int(view.up)),
+    _limits(
+        "pellucid_redis_breaker_openings_total",
+        "counter",
+        "How often it was given up until a probe found it well again.",
+        lambda view: view.openings,
+    ),
+    _limits(
+        "pellucid_redis_commands_failed_total",
+        "counter",
+        "Commands to it that nobody could rely on: late, refused, lost.",
+        lambda view: view.commands_failed,
+    ),
+    _limits(
+        "pellucid_limit_workers",
+        "gauge",
+        "Gateway processes that share the limits: without the server each grants one part in so many.",
+        lambda view: view.workers,
+    ),
+    _limits(
+        "pellucid_limit_reservations_held",
+        "gauge",
+        "Reservations that are not settled: those of requests in flight.",
+        lambda view: view.held,
+    ),
+    _limits(
+        "pellucid_limit_settlements_owed",
+        "gauge",
+        "Settlements that wait for the server to be back.",
+        lambda view: view.owed,
+    ),
+    _limits(
+        "pellucid_limit_settlements_forgotten_total",
+        "counter",
+        "Settlements that never were, for lack of room or of time: what they would give back stays charged.",
+        lambda view: view.forgotten,
+    ),
+    _limits(
+        "pellucid_limit_reservations_unknown_total",
+        "counter",
+        "Reservations that the server had lost when they were settled: flushed, or expired.",
+        lambda view: view.unknown,
+    ),
+    Metric(
+        name="pellucid_limit_refusals_total",
+        kind="counter",
+        help="Requests that a limit has refused, by whose limit and which.",
+        labels=("level", "limit"),
+        of_view=lambda view: list(view.limits.refusals.items()) if view.limits is not None else [],
+        zeros=True,
+    ),
+)
+
 VIEW_METRICS = (
     Metric(
         name="pellucid_requests_live",
@@ -539,4 +626,4 @@ FED_METRICS = (
     ),
 )
 
-CATALOGUE = REQUEST_METRICS + STEP_METRICS + VIEW_METRICS + FED_METRICS
+CATALOGUE = REQUEST_METRICS + STEP_METRICS + VIEW_METRICS + LIMIT_METRICS + FED_METRICS

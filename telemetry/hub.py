@@ -32,7 +32,7 @@ from telemetry.runtime import RuntimeSampler
 from telemetry.sink import Sink
 from telemetry.spans import request_spans, wall_offset_ns
 from telemetry.views import Json, JsonObject, kv_json, request_json, step_json
-from telemetry.vocabulary import ReplicaView, View
+from telemetry.vocabulary import LimitsView, ReplicaView, View
 
 __all__ = ["Hub", "Json", "JsonObject", "LiveRequest", "TraceContext", "accept_trace"]
 
@@ -97,6 +97,7 @@ class Hub:
         self._runtime = RuntimeSampler(self)
         self._complaints = Complaints(_logger)
         self._pumping: asyncio.Task[None] | None = None
+        self._limits: Callable[[], LimitsView | None] = lambda: None
 
     # What the gateway says.
 
@@ -125,6 +126,10 @@ class Hub:
     def engine_down(self, replica: int) -> None:
         """The connection to this replica is gone."""
         self._recent.disconnected(replica)
+
+    def watch_limits(self, look: Callable[[], LimitsView | None]) -> None:
+        """Where to look for what is true of keys and limits now."""
+        self._limits = look
 
     # What people and scrapers ask.
 
@@ -276,6 +281,7 @@ class Hub:
             resident_bytes=resident_bytes(),
             loop_tasks=loop_tasks(),
             build=tuple((self._version, model) for model in self._models),
+            limits=self._limits(),
         )
 
 

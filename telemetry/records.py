@@ -137,6 +137,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     replica: int = -1  # that it was given to at first; -1: none
     routing: str = ""  # why that one: of telemetry.vocabulary.ROUTINGS
     promised_tokens: int | None = None  # of its prompt, cached there by the prefix index's word; None: it had none
+    reserved_tokens: int = 0  # of the limits of its key, before it ran; 0: nothing limits it, or it was refused
+    charged_tokens: int = 0  # in their place, at its end
+    charged_micros: int = 0  # what they cost, in millionths of the currency of the prices
 
     def imbalance(self) -> int:
         """Nanoseconds of the request's life that no state accounts for."""

@@ -19,6 +19,7 @@ from telemetry.records import (
 )
 
 NS_PER_S = 1_000_000_000
+MICROS = 1_000_000
 OTHER = "other"
 """What a label value outside its vocabulary becomes."""
 
@@ -89,7 +90,10 @@ ROUTINGS = ("only", "turn", "least", "cached", "relief", "key", "first_block", "
 """Why a request went to its replica: gateway.balance."""
 PROMISES = ("kept", "broken", "unpromised")
 """Cached prompt tokens that the prefix index had foretold, those that it had and were not there, and the others."""
-BOOKS = ("kv", "latency", "token", "step")
+BOOKS = ("kv", "latency", "token", "step", "limit")
+LEVELS = ("organisation", "tenant", "key")
+"""Whose limits hold for a request, widest first."""
+LIMITS = ("requests", "tokens", "concurrent", "spend")
 DROP_REASONS = ("sink_full", "live_full", "consumer_failed", "spans_queue_full", "spans_export_failed", "log_lines")
 
 LABELS: dict[str, tuple[str, ...]] = {
@@ -108,6 +112,9 @@ LABELS: dict[str, tuple[str, ...]] = {
     "routing": (*ROUTINGS, OTHER),
     "promise": PROMISES,
     "generation": ("0", "1", "2"),
+    "level": LEVELS,
+    "limit": LIMITS,
+    "stage": ("reserved", "charged"),
     "gen_ai_operation_name": ("chat", "text_completion"),
     "gen_ai_provider_name": ("pellucid",),
 }
@@ -139,6 +146,28 @@ class ReplicaView:
     step: StepRecord | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsView:
+    """Keys, limits and their server at the time of a scrape."""
+
+    up: bool
+    """Whether the breaker is closed."""
+    openings: int
+    commands_failed: int
+    workers: int
+    """Gateway processes that share the limits."""
+    held: int
+    """Reservations of requests in flight."""
+    owed: int
+    """Settlements that wait for the server."""
+    forgotten: int
+    """Settlements that never were."""
+    unknown: int
+    """Settlements of what the server had lost."""
+    refusals: dict[tuple[str, str], int]
+    """By level and limit."""
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """What is not in any record but true now."""
@@ -158,6 +187,8 @@ class View:
     """Of those, the ones that do not say what they see now."""
     build: tuple[tuple[str, str], ...] = ()
     """(version, model), one a model."""
+    limits: LimitsView | None = None
+    """None: there is no server for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

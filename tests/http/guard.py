@@ -80,10 +80,9 @@ class Guard:
         return requests + Fraction(requests_part, MINUTE_US), tokens + Fraction(tokens_part, MINUTE_US)
 
     def bucket(self, key_id: str) -> list[int]:
-        """The state of a key as limits.lua has it: at (us), requests, part, tokens, part, day, spent, and its limits."""
+        """The state of a key as limits.lua has it: at (us), requests, part, tokens, part, day, spent; its limits."""
         reply = self.server.ask("GET", f"pellucid:{{default}}:limits:key:{key_id}")
-        return [int(word) for word in reply.split(b"
-")[1].split()]
+        return [int(word) for word in reply.split(b"\r\n")[1].split()]
 
     def running(self, key_id: str) -> int:
         """Slots of a key that are taken."""

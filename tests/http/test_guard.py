@@ -15,7 +15,9 @@ from cache.accounts import Limits
 from cache.limits import Limiter
 from engine.api import Fault
 from gateway.__main__ import main
-from gateway.admission import Ticket, duration
+from gateway.admission import Ticket
+from gateway.refusals import duration
+from telemetry.books import request_mismatches
 from telemetry.records import RequestRecord
 from tests.http.asking import COMPLETIONS_URL, Pair, prompt, raw_request, read_until
 from tests.http.conftest import Custom, options_for
@@ -197,8 +199,13 @@ def test_what_is_charged_is_what_the_usage_says(guarded: Pair, guard: Guard, str
     text = answer.text.split("\n\n")[-3].removeprefix("data: ") if stream else answer.text
     usage = msgspec.json.decode(text)["usage"]
     settled(guard, issued.key_id, began_s, requests=1, tokens=usage["total_tokens"])
-    guarded[0].record(answer.headers["x-request-id"])
+    record = guarded[0].record(answer.headers["x-request-id"])
     settled(guard, issued.key_id, began_s, requests=1, tokens=usage["total_tokens"])
+    assert (record.reserved_tokens, record.charged_tokens) == (
+        len(guarded[1].requests[0].prompt) + 12 * choices,
+        usage["total_tokens"],
+    )
+    assert list(request_mismatches(record)) == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -222,7 +229,9 @@ def test_who_leaves_pays_for_what_was_computed(
             until(lambda: gateway.application.front.open["gone"].live.output_tokens == 3, "no tokens come")
     record = gateway.record("gone")
     assert record.outcome == "client_gone"
-    settled(guard, issued.key_id, began_s, requests=1, tokens=len(engine.requests[0].prompt) + output)
+    tokens = len(engine.requests[0].prompt) + output
+    settled(guard, issued.key_id, began_s, requests=1, tokens=tokens)
+    assert record.charged_tokens == tokens and list(request_mismatches(record)) == []
 
 
 async def fails(job: Job) -> None:
@@ -246,6 +255,8 @@ def test_failures_before_the_first_token_are_free(
     answer = ask(guarded, issued.key, stream=stream)
     assert answer.status_code == 500 or (stream and charged)  # how far a stream has come by then is chance
     tokens = len(guarded[1].requests[0].prompt) + 2 if charged else 0
+    record = guarded[0].record(answer.headers["x-request-id"])
+    assert record.charged_tokens == tokens and list(request_mismatches(record)) == []
     settled(guard, issued.key_id, began_s, requests=int(charged), tokens=tokens)
 
 

@@ -21,6 +21,10 @@ def request_records(draw: st.DrawFn) -> RequestRecord:
     outcome = draw(st.sampled_from(OUTCOMES))
     computed, cached, accepted, rejected = (draw(counts) for _ in range(4))
     cut_short = 0 if outcome in FINISHED_OUTCOMES else draw(counts)
+    output = draw(counts)
+    used = computed + cached + cut_short + output
+    reserved = draw(st.integers(1, 5000)) if draw(st.booleans()) else 0
+    charged = used if outcome in FINISHED_OUTCOMES else draw(st.integers(0, used))
     return RequestRecord(
         request_id=draw(st.uuids()).hex,
         tenant=draw(st.sampled_from(("", "blue", "green"))),
@@ -32,7 +36,7 @@ def request_records(draw: st.DrawFn) -> RequestRecord:
         cached_tokens=cached,
         computed_tokens=computed,
         recomputed_tokens=draw(counts),
-        output_tokens=draw(counts),
+        output_tokens=output,
         drafted_tokens=accepted + rejected,
         draft_accepted_tokens=accepted,
         draft_rejected_tokens=rejected,
@@ -46,6 +50,9 @@ def request_records(draw: st.DrawFn) -> RequestRecord:
         status=draw(st.sampled_from((200, 400, 404, 429, 499, 500, 503))),
         stream=draw(st.booleans()),
         choices=draw(st.integers(1, 8)),
+        reserved_tokens=reserved,
+        charged_tokens=charged if reserved else 0,
+        charged_micros=draw(counts) if reserved else 0,
         trace_id=f"{draw(st.integers(1, 2**128 - 1)):032x}",
         routing=draw(st.sampled_from(("", *ROUTINGS))),
         promised_tokens=draw(st.none() | counts),

@@ -25,6 +25,7 @@ from telemetry.vocabulary import (
     OTHER,
     PROMISES,
     STATES,
+    LimitsView,
     ReplicaView,
     View,
 )
@@ -96,6 +97,11 @@ def test_the_sums_over_requests_equal_the_metrics(records: list[RequestRecord]) 
     assert promised["kept"] + promised["broken"] == sum(one.promised_tokens or 0 for one in asked)
     assert promised["kept"] + promised["unpromised"] == sum(one.cached_tokens for one in asked)
     assert promised["kept"] == sum(min(one.promised_tokens or 0, one.cached_tokens) for one in asked)
+    for stage in LABELS["stage"]:
+        tokens = sum(getattr(record, f"{stage}_tokens") for record in records)
+        assert total(series, "pellucid_limit_tokens_total", stage=stage) == tokens
+    spent = sum(record.charged_micros for record in records) / 1e6
+    assert math.isclose(total(series, "pellucid_limit_spend_total"), spent, rel_tol=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
@@ -244,6 +250,9 @@ def _fixed() -> Metrics:
         kv_block_ns=250 * ms,
         first_token_ns=36 * ms,
         gap_max_ns=11 * ms,
+        reserved_tokens=104,
+        charged_tokens=49,
+        charged_micros=75,
         model=MODEL,
         route="/v1/chat/completions",
         status=200,
@@ -286,4 +295,15 @@ def _view() -> View:
         drops={"sink_full": 3},
         resident_bytes=123_456_789,
         build=(("0.1.0", MODEL),),
+        limits=LimitsView(
+            up=True,
+            openings=1,
+            commands_failed=5,
+            workers=4,
+            held=2,
+            owed=3,
+            forgotten=0,
+            unknown=1,
+            refusals={("tenant", "tokens"): 7, ("key", "requests"): 2},
+        ),
     )
