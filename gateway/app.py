@@ -13,6 +13,7 @@ from litestar.di import Provide
 from litestar.exceptions import HTTPException
 
 from cache.prefix_index import PrefixIndex
+from cache.suspects import Suspects
 from gateway.admission import Admission
 from gateway.backend import Backend
 from gateway.config import GatewayOptions
@@ -41,7 +42,8 @@ class Application:
         )
         self.admission = Admission(options)
         store = self.admission.store
-        self.backend = Backend(options, self.hub, PrefixIndex(store) if store is not None else None)
+        shared = (PrefixIndex(store), Suspects(store)) if store is not None else (None, None)
+        self.backend = Backend(options, self.hub, *shared)
         self.hub.watch_limits(self.admission.view)
         self.siblings = Siblings(options, self.hub)
         self.gateway = Gateway(options, text, self.backend, self.hub, self.admission, self.siblings)

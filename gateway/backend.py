@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cache.prefix_index import PrefixIndex
+from cache.suspects import Suspects
 from engine.api import GenerateRequest, Hello
 from gateway import errors
 from gateway.calls import Call
@@ -31,9 +32,15 @@ class Watcher(StepWatcher, Observer, Protocol):
 class Backend:
     """All replicas."""
 
-    def __init__(self, options: GatewayOptions, watcher: Watcher, index: PrefixIndex | None = None) -> None:
+    def __init__(
+        self,
+        options: GatewayOptions,
+        watcher: Watcher,
+        index: PrefixIndex | None = None,
+        suspects: Suspects | None = None,
+    ) -> None:
         self._options = options
-        self.poison = Poison()
+        self.poison = Poison(suspects)
         self._rescue = Rescue(self.poison, self.choose, deadline_s=options.resume_deadline_s)
         self._router = Router(options.routing, index, watcher)
         self.replicas = [
@@ -49,6 +56,7 @@ class Backend:
         ]
         self._tasks.append(asyncio.create_task(self._watch(), name="engine deadlines"))
         self._tasks.append(asyncio.create_task(self._rescue.run(), name="engine losses"))
+        self._tasks.append(asyncio.create_task(self.poison.run(), name="suspects"))
 
     async def stop(self) -> None:
         """Let all connections go."""

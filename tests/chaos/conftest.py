@@ -166,6 +166,18 @@ class Fleet:
             pid for pid, words in found.items() if json.loads(words[words.index("--options") + 1])["replica"] == replica
         )
 
+    def worker(self, number: int) -> int:
+        """The process id of a gateway."""
+        for pid, words in self.processes("gateway").items():
+            if json.loads(words[words.index("--options") + 1])["worker"] == number:
+                return pid
+        raise AssertionError(f"there is no worker {number}")
+
+    def takes(self, requests: int) -> bool:
+        """Whether so many requests are let in at the same time."""
+        streams = [self.stream(self.body(number, max_tokens=100)) for number in range(requests)]
+        return [stream.end().error for stream in streams] == [""] * requests
+
     def the(self, module: str) -> int:
         """The process id of the only one."""
         [pid] = self.processes(module)
@@ -239,11 +251,12 @@ def new_key(data: Path, *, concurrent: int = CONCURRENT) -> str:
 
 @pytest.fixture(scope="session")
 def fleet(default_model: Path) -> Iterator[Fleet]:
-    """Two replicas of the default model, with one thread each, for all tests of this folder."""
+    """Two gateways, and two replicas of the default model with one thread each, for all tests of this folder."""
     with tempfile.TemporaryDirectory(prefix="pellucid-chaos-") as folder:
         data = Path(folder)
         key = new_key(data)
         options = ["--model", str(default_model), "--data-dir", folder, "--replicas", "2", "--threads", "1"]
+        options += ["--workers", "2"]
         with serve(*options, "--kv-memory", "256MiB", "--drain", "5") as appliance:
             running = Fleet(appliance, data, key)
             running.until_whole()

@@ -53,31 +53,36 @@ def test_a_crowd_leaves(fleet: Fleet) -> None:
 
 
 def test_a_gateway_dies(fleet: Fleet) -> None:
-    """Its clients see a broken connection.  The engines stop at once; places at a limit come back by themselves."""
-    narrow = fleet.new_key(concurrent=2)
+    """
+    Its clients see a broken connection, those of the other worker nothing.
+
+    The engines stop what nobody waits for at once; places at a limit come back by themselves, when their leases end.
+    """
+    bodies = [fleet.body(200 + number, max_tokens=200) for number in range(8)]
+    texts = [fleet.stream(body).end().text for body in bodies]
+    narrow = fleet.new_key(concurrent=len(bodies))
     wide, fleet.key = fleet.key, narrow
     try:
-        streams = [fleet.stream(fleet.body(number, max_tokens=400)) for number in range(2)]
+        streams = [fleet.stream(body) for body in bodies]
         for stream in streams:
             stream.has_begun()
-        third = fleet.post(max_tokens=1)
-        assert third.status_code == 429
+        assert fleet.post(max_tokens=1).status_code == 429
         fleet.orphans = fleet.reservations()
-        os.kill(fleet.the("gateway"), signal.SIGKILL)
+        os.kill(fleet.worker(0), signal.SIGKILL)
         for stream in streams:
             stream.end()
-            assert stream.error and not stream.finish_reason
-        back_s = fleet.until(lambda: answers(fleet), "a gateway is there again")
-        fleet.until_whole()
-        place_s = fleet.until(lambda: fleet.post(max_tokens=1).status_code == 200, "a place is free", LEASE_S + 10)
-        print(f"kill -9 of the gateway: back after {back_s:.1f} s, places at the limit {place_s:.1f} s later")
+        broken = [stream for stream in streams if stream.error]
+        whole = [(stream, text) for stream, text in zip(streams, texts, strict=True) if not stream.error]
+        assert all(stream.text == text and stream.finish_reason == "length" for stream, text in whole)
+        assert all(not stream.finish_reason for stream in broken)
+        fleet.key = wide
+        assert [fleet.post(max_tokens=1).status_code for _ in range(8)] == [200] * 8, "the other worker serves on"
+        fleet.key = narrow
+        back_s = fleet.until(lambda: len(fleet.processes("gateway")) == 2, "it is started again")
+        place_s = fleet.until(lambda: fleet.takes(len(bodies)), "all places are free", LEASE_S + 10)
+        print(
+            f"kill -9 of one of two gateways: {len(broken)} of {len(streams)} streams broken, the others whole; "
+            f"started again after {back_s:.1f} s, all places at the limit free {place_s:.1f} s later"
+        )
     finally:
         fleet.key = wide
-
-
-def answers(fleet: Fleet) -> bool:
-    """Whether anybody listens and is ready."""
-    try:
-        return httpx.get(fleet.appliance.url + "/ready", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False

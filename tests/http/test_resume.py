@@ -20,6 +20,7 @@ from telemetry.records import RequestRecord, StepRecord
 from tests.http.asking import CHAT_URL, COMPLETIONS_URL, Body, chat, contents, prompt, raw_request, stream
 from tests.http.conftest import options_for
 from tests.http.fake_engine import FakeEngine, Job, greet_and_stop
+from tests.http.guard import Guard, until
 from tests.http.harness import WAIT_S, LiveGateway, ShellEngine
 from tests.http.model_files import EOS_ID
 
@@ -325,6 +326,19 @@ class TestPoison:
         answer = gateway.client.post(CHAT_URL, json=chat())
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] == 3
+
+    def test_other_gateways_know_it_too(self, fleet: Fleet, guard: Guard) -> None:
+        engine = fleet.fake("a")
+        first = fleet.serve("a", **guard.options)
+        second = fleet.serve("a", **guard.options)
+        engine.behaviour = hang_up
+        assert first.client.post(CHAT_URL, json=chat()).status_code == 400
+        assert len(engine.requests) == KILLS_MAX
+        poison = second.application.backend.poison
+        until(lambda: poison.refuses(engine.requests[0], 0), "the other gateway has not heard of it")
+        fleet.connected(1)
+        assert second.client.post(CHAT_URL, json=chat(stream=True)).status_code == 400
+        assert len(engine.requests) == KILLS_MAX
 
     def test_memory_has_bounds(self) -> None:
         poison = Poison()
