@@ -25,15 +25,12 @@ from cache.errors import Misconfigured
 from engine.handshake import SECRET_VARIABLE, HandshakeError, secret_in
 from gateway.app import Application
 from gateway.config import REDIS_URL_VARIABLE, GatewayOptions
-from gateway.protocol import bounded
+from gateway.protocol import BACKLOG, http_config
 from gateway.tokens import load
 from gateway.vocabulary import VocabularyError
 from telemetry import logs, withhold
 from telemetry.export import ExportConfigError
 
-BACKLOG = 1024
-KEEP_ALIVE_S = 75
-SHUTDOWN_S = 3
 EXIT_CANNOT_START = 2
 
 _ADDRESS = re.compile(r"unix:.+|tcp:.+:[0-9]{1,5}")
@@ -142,20 +139,7 @@ def _begin(listener: socket.socket, where: str) -> socket.socket:
 
 async def serve(application: Application, listener: socket.socket) -> None:
     """Serve on `listener` until SIGTERM or SIGINT, then drain."""
-    config = uvicorn.Config(
-        application.front,
-        loop="none",
-        http=bounded(application.options),
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=SHUTDOWN_S,
-        backlog=BACKLOG,
-    )
-    server = Server(config)
+    server = Server(http_config(application.front, application.options))
     stop = asyncio.Event()
 
     def on_signal() -> None:

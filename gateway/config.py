@@ -69,7 +69,10 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """After an abort, how long to wait for the engine's last word."""
     requests_max: int = 1024
     """Requests in flight, of all workers; one more is refused as overloaded."""
+    connections_max: int = 4096
+    """One more is refused as overloaded."""
     header_bytes_max: int = 64 * 1024
+    headers_max: int = 128
     drain_s: float = 30.0
     """After SIGTERM, how long streams may run on before they end with an error event."""
     log_level: str = "info"

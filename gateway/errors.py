@@ -44,7 +44,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 TABLE = (
-    Row(400, "invalid_value", "A value is not acceptable; `param` names the field.", ("body",)),
+    Row(400, "invalid_value", "A value is not acceptable; `param` names the field.", ("body", "every")),
     Row(400, "missing_required_parameter", "A field that must be there is not.", ("body",)),
     Row(400, "unknown_parameter", "A field that nobody knows.", ("body",)),
     Row(400, "context_length_exceeded", "Prompt and output do not fit the model's context.", ("generation",)),
@@ -177,7 +177,7 @@ def model_not_allowed(model: str) -> ApiError:
 def too_large(limit_bytes: int) -> ApiError:
     """The body is over the limit."""
     message = f"The request body is over the limit of {limit_bytes} bytes."
-    return ApiError(413, "request_too_large", message, headers={"connection": "close"})
+    return ApiError(413, "request_too_large", message)
 
 
 def head_too_large(limit_bytes: int) -> ApiError:
@@ -186,10 +186,28 @@ def head_too_large(limit_bytes: int) -> ApiError:
     return ApiError(431, "request_too_large", message, headers={"connection": "close"})
 
 
+def too_many_headers(limit: int) -> ApiError:
+    """There are more headers than anybody needs."""
+    message = f"The request has more than {limit} headers."
+    return ApiError(431, "request_too_large", message, headers={"connection": "close"})
+
+
+def no_http() -> ApiError:
+    """Nobody can say where this request ends, or what it asks."""
+    return ApiError(400, "invalid_value", "The request is not valid HTTP.", headers={"connection": "close"})
+
+
+def header_twice(name: str) -> ApiError:
+    """Two readers of this request might go by different ones of them."""
+    return ApiError(
+        400, "invalid_value", f"The header '{name}' must not be sent twice.", headers={"connection": "close"}
+    )
+
+
 def too_slow(limit_s: float) -> ApiError:
     """The body did not arrive in time."""
     message = f"The request body did not arrive within {limit_s:g} s."
-    return ApiError(408, "request_timeout", message, headers={"connection": "close"}, outcome="timeout")
+    return ApiError(408, "request_timeout", message, outcome="timeout")
 
 
 def media_type() -> ApiError:

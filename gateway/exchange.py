@@ -36,6 +36,8 @@ _log = structlog.get_logger("pellucid.gateway")
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
 _ID_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 _SCOPE_KEY = "pellucid.exchange"
+_ONCE = frozenset({b"authorization", b"x-api-key", b"content-type", b"host", b"x-request-id"})
+"""Headers that somebody before us may have judged by another one of two than we would."""
 _LINGER_S = 2.0  # how long the rest of a refused body is read, so that its sender gets to read our answer
 
 
@@ -70,7 +72,7 @@ class Exchange:
             (b"x-request-id", self.request_id.encode()),
             *cors.response_headers(front.options.cors_origins, self.headers),
         ]
-        self._body_read = self.method not in ("POST", "PUT", "PATCH")
+        self._body_read = not _has_body(self.headers)
 
     # ---- the client's side
 
@@ -91,6 +93,8 @@ class Exchange:
             self.status = message["status"]
             more = [(name.encode(), value.encode("latin-1")) for name, value in self.ticket.headers.items()]
             own = headers.missing(message["headers"])
+            if not self._body_read and b"connection" not in dict(message["headers"]):
+                more.append((b"connection", b"close"))  # nobody will read the rest: it must not hold the connection
             message["headers"] = [*message["headers"], *self._response_headers, *more, *own]
         self.settle()
         began_ns = clock.now_ns()
@@ -162,8 +166,6 @@ class Exchange:
             async with asyncio.timeout(_LINGER_S):
                 while not self._body_read and taken < self._front.options.body_bytes_max:
                     taken += len(await self._chunk())
-        if not self._body_read:
-            error.headers["connection"] = "close"
         return error
 
     # ---- the end
@@ -263,6 +265,10 @@ class Exchange:
         )
 
 
+def _has_body(given: Mapping[str, str]) -> bool:
+    return "transfer-encoding" in given or given.get("content-length", "0").strip("0") != ""
+
+
 def route_of(path: str) -> str:
     """The path as a label: one of a closed vocabulary."""
     if path in ROUTES:
@@ -332,8 +338,9 @@ class Front:
 
     async def _serve(self, exchange: Exchange, scope: HTTPScope) -> None:
         try:
-            if sum(len(name) + len(value) for name, value in scope["headers"]) > self.options.header_bytes_max:
-                await respond(exchange, errors.head_too_large(self.options.header_bytes_max))
+            error = self._bad_headers(list(scope["headers"]))
+            if error is not None:
+                await respond(exchange, error)
             elif exchange.method == "OPTIONS" and "access-control-request-method" in exchange.headers:
                 await _answer(exchange.send, HTTPStatus.NO_CONTENT, cors.preflight_headers(exchange.headers), b"")
             else:
@@ -344,6 +351,15 @@ class Front:
                 exchange.outcome = "error"
             if not exchange.status:
                 await respond(exchange, error if isinstance(error, ApiError) else errors.internal())
+
+    def _bad_headers(self, given: list[tuple[bytes, bytes]]) -> ApiError | None:
+        if len(given) > self.options.headers_max:
+            return errors.too_many_headers(self.options.headers_max)
+        if sum(len(name) + len(value) for name, value in given) > self.options.header_bytes_max:
+            return errors.head_too_large(self.options.header_bytes_max)
+        names = [name for name, _ in given if name in _ONCE]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        return errors.header_twice(twice.decode()) if twice is not None else None
 
     async def _close(self, exchange: Exchange) -> None:
         """Close in a task of its own, so that a cancelled request still settles."""

@@ -1,22 +1,49 @@
 """
-uvicorn's HTTP/1.1 protocol, with the two things that it leaves open: how long and how large a request head may be, and
-what becomes of a request that offers an upgrade.
+uvicorn's HTTP/1.1 protocol, with what it leaves open: how long and how large a request head may be, how many
+connections there may be, what becomes of trailers, of what is no HTTP, and of a request that offers an upgrade.
 
 Java's HTTP client and `curl --http2` offer `Upgrade: h2c` with an ordinary POST.  A server that does not speak HTTP/2
 ignores that (RFC 9110, section 7.8); the parser would treat the body as another protocol and lose it.
+
+Trailers, the fields behind a chunked body, are dropped: nothing here reads them, uvicorn would put them among the
+headers without a bound, and what was checked before the body must not change behind it.
 """
 
 import asyncio
 import re
+import secrets
+from http import HTTPStatus
 
+import uvicorn
+from litestar.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway import errors
+from gateway import errors, headers
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
 
+BACKLOG = 1024
+KEEP_ALIVE_S = 75
+SHUTDOWN_S = 3
 _OFFERS = re.compile(rb"\r\n(?:upgrade|http2-settings):[^\r\n]*(?=\r\n)", re.IGNORECASE)
 _HEAD_END = b"\r\n\r\n"
+
+
+def http_config(app: ASGIApp, options: GatewayOptions) -> uvicorn.Config:
+    """How `app` is served, by whomever."""
+    return uvicorn.Config(
+        app,
+        loop="none",
+        http=bounded(options),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+        backlog=BACKLOG,
+    )
 
 
 def bounded(options: GatewayOptions) -> type[HttpToolsProtocol]:
@@ -31,6 +58,10 @@ def bounded(options: GatewayOptions) -> type[HttpToolsProtocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
             super().connection_made(transport)
+            if len(self.connections) > options.connections_max:
+                message = f"{options.connections_max} connections are open already; try again later."
+                self._refuse(errors.overloaded(message))
+                return
             self._expect_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -38,8 +69,7 @@ def bounded(options: GatewayOptions) -> type[HttpToolsProtocol]:
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            fresh = self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]  # None at first
-            if fresh and not self._in_head:
+            if not self._answering and not self._in_head:
                 data = _without_offers(data)
             super().data_received(data)
             if self._in_head:
@@ -52,10 +82,28 @@ def bounded(options: GatewayOptions) -> type[HttpToolsProtocol]:
             self._in_head, self._head_bytes = True, 0
             self._expect_head()
 
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if self._in_head:
+                super().on_header(name, value)
+
         def on_headers_complete(self) -> None:
             self._in_head = False
             self._stop_timer()
             super().on_headers_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            del msg
+            self._refuse(errors.no_http())
+
+        @property
+        def _answering(self) -> bool:
+            """Whether a request of this connection is not answered yet."""
+            return self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]  # at first
+
+        @property
+        def _silent(self) -> bool:
+            """Whether no answer is on its way, so that ours would not get into it."""
+            return not self._answering or not (self.cycle.response_started or self.pipeline)
 
         def _expect_head(self) -> None:
             self._stop_timer()
@@ -67,16 +115,29 @@ def bounded(options: GatewayOptions) -> type[HttpToolsProtocol]:
                 self._head_timer = None
 
         def _refuse(self, error: ApiError) -> None:
-            """Answer without the application, which has not been asked yet, and hang up."""
-            body = error.body()
-            head = (
-                f"HTTP/1.1 {error.status} Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
+            """Answer without the application, which has not been asked, and hang up; never into another's answer."""
+            if self._silent:
+                self.transport.write(_answer(error))
+            if self._answering:
+                self.cycle.disconnected = True  # what it says from now on is for nobody
+                self.cycle.message_event.set()
             self.transport.close()
 
     return Bounded
+
+
+def _answer(error: ApiError) -> bytes:
+    body = error.body()
+    fields = {
+        **headers.SECURITY,
+        **error.headers,
+        "x-request-id": f"req-{secrets.token_hex(12)}",
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+    }
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *(f"{k}: {v}" for k, v in fields.items())]
+    return "\r\n".join(lines).encode() + _HEAD_END + body
 
 
 def _without_offers(data: bytes) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engine.api import Hello, WeightFacts
 from engine.config import SchedulerConfig
@@ -22,7 +23,7 @@ from engine.speculate import Speculation
 from gateway.__main__ import listen
 from gateway.app import Application
 from gateway.config import GatewayOptions
-from gateway.protocol import bounded
+from gateway.protocol import http_config
 from gateway.tokens import load
 from telemetry.clock import CLOCK_ID
 from telemetry.hub import Hub
@@ -63,16 +64,7 @@ class LiveGateway:
         self.url = f"http://127.0.0.1:{self.port}"
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
-        config = uvicorn.Config(
-            self.application.front,
-            loop="none",
-            http=bounded(options),
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-        )
-        config.timeout_graceful_shutdown = 2
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(http_config(self.application.front, options))
         self.loop = asyncio.new_event_loop()
 
     def start(self, *, ready: bool = True) -> None:
@@ -118,6 +110,11 @@ class LiveGateway:
 
     def _found(self, request_id: str) -> list[RequestRecord]:
         return [record for record in self.hub.records if record.request_id == request_id]
+
+    @property
+    def connections(self) -> list[HttpToolsProtocol]:
+        """Those that are open."""
+        return [one for one in self._server.server_state.connections if isinstance(one, HttpToolsProtocol)]
 
     def connect(self) -> socket.socket:
         """A raw connection."""

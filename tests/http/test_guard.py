@@ -27,7 +27,7 @@ from tests.http.test_lifecycle import silent, talk
 
 REQUESTS, TOKENS = 6, 600  # so few that what time gives back while a test runs is less than one
 ALL = Limits(requests_per_minute=REQUESTS, tokens_per_minute=TOKENS, concurrent=5)
-OPEN = ("/health", "/ready", "/metrics")
+OPEN = ("/health", "/ready", "/metrics", "/openapi.json")
 CLOSED = ("/v1/models", "/v1/models/tiny", "/debug/requests", "/debug/requests/x", "/debug/steps", "/debug/kv")
 
 
@@ -78,13 +78,15 @@ def test_every_reason_for_a_refusal_looks_alike(guarded: Pair, guard: Guard) -> 
 def test_what_needs_a_key(guarded: Pair, guard: Guard) -> None:
     issued = guard.create()
     client = guarded[0].client
-    assert [client.get(path).status_code for path in OPEN] == [200, 200, 200]
+    assert [client.get(path).status_code for path in OPEN] == [200] * len(OPEN)
     assert [client.get(path).status_code for path in CLOSED] == [401] * len(CLOSED)
     assert [client.get(path, headers={"x-api-key": issued.key}).status_code for path in CLOSED[:3]] == [200] * 3
     ask_first = {"origin": "http://b", "access-control-request-method": "POST"}
     assert client.options(COMPLETIONS_URL, headers=ask_first).status_code == 204
     assert [client.post(path, json={}).status_code for path in ("/tokenize", "/detokenize")] == [401, 401]
     assert sdk(guarded, issued.key).models.list().data[0].id == "tiny"
+    guard.server.kill()  # an unknown URL is refused to all alike, before anybody looks at a key
+    assert [client.get("/nothing").status_code, client.delete("/v1/models").status_code] == [404, 405]
 
 
 def test_a_key_for_other_models(guarded: Pair, guard: Guard) -> None:
