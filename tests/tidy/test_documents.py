@@ -35,6 +35,7 @@ def test_the_documents_name_no_option_that_does_not_exist() -> None:
         "--strict",
         "--no-prefix-cache",
         "--randomly-seed",
+        "--rm",  # docker's
     }
     known |= QUANTIZE_FLAGS
     commands = [*keys.commands.values(), cli.commands["engine"]]
