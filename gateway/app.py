@@ -42,8 +42,8 @@ class Application:
         )
         self.admission = Admission(options)
         store = self.admission.store
-        shared = (PrefixIndex(store), Suspects(store)) if store is not None else (None, None)
-        self.backend = Backend(options, self.hub, *shared)
+        suspects = Suspects(store) if store is not None else None
+        self.backend = Backend(options, self.hub, _index(options, self.admission), suspects)
         self.hub.watch_limits(self.admission.view)
         self.siblings = Siblings(options, self.hub)
         self.gateway = Gateway(options, text, self.backend, self.hub, self.admission, self.siblings)
@@ -84,6 +84,12 @@ class Application:
             await self.siblings.stop()
             await self.hub.stop()
             self._text.close()
+
+
+def _index(options: GatewayOptions, admission: Admission) -> PrefixIndex | None:
+    """Beside keys and limits.  None without a server, or with a single engine: there is nothing to choose."""
+    several = len(options.engines) > 1
+    return PrefixIndex(admission.store) if several and admission.store is not None else None
 
 
 def _version() -> str:

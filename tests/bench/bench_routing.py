@@ -48,7 +48,7 @@ from tests.bench.routing_loads import NAME, TENANTS, Talk, chats, replay
 from tests.cache import servers
 
 REPLICAS = 3
-READY_S = 120.0
+READY_S = 300.0
 ANSWER_S = 300.0
 PERCENT = 100
 
