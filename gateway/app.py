@@ -18,7 +18,8 @@ from gateway.admission import Admission
 from gateway.backend import Backend
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
-from gateway.exchange import Exchange, Front
+from gateway.exchange import Exchange
+from gateway.front import Front
 from gateway.generate import SEQUENCES_MAX
 from gateway.openapi import Schema, document
 from gateway.routes import HANDLERS, on_api_error, on_crash, on_http_error, provide_exchange, provide_gateway, routes

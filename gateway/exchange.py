@@ -1,22 +1,18 @@
 """
 One HTTP request from its first byte to its record, whatever happens in between.
 
-`Front` wraps the whole application: every response, also of a crash or an unknown URL, has a request id and CORS
-headers, and every request leaves exactly one `RequestRecord`.  What a route needs to know of its request is in the
-`Exchange`, which it finds in the scope.
+Every response, also of a crash or an unknown URL, has a request id and CORS headers, and every request leaves exactly
+one `RequestRecord`.  What a route needs to know of its request is in the `Exchange`, which `gateway.front` makes and
+which the route finds in the scope.
 """
 
 import asyncio
 import contextlib
-import re
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from http import HTTPStatus
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import msgspec
 import structlog
-from litestar.enums import ScopeType
-from litestar.types import ASGIApp, HTTPScope, Message, Receive, ReceiveMessage, Scope, Send
+from litestar.types import HTTPScope, Message, Receive, ReceiveMessage, Scope, Send
 
 from gateway import cors, errors, headers
 from gateway.admission import Ticket
@@ -33,23 +29,29 @@ from telemetry.vocabulary import OTHER, ROUTES
 
 _log = structlog.get_logger("pellucid.gateway")
 
-_SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
-_ID_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 _SCOPE_KEY = "pellucid.exchange"
-_ONCE = frozenset({b"authorization", b"x-api-key", b"content-type", b"host", b"x-request-id"})
-"""Headers that somebody before us may have judged by another one of two than we would."""
 _LINGER_S = 2.0  # how long the rest of a refused body is read, so that its sender gets to read our answer
 
 
 class Exchange:
     """One request and its response."""
 
-    def __init__(self, scope: HTTPScope, receive: Receive, send: Send, *, front: "Front") -> None:
+    def __init__(
+        self,
+        scope: HTTPScope,
+        receive: Receive,
+        send: Send,
+        *,
+        options: GatewayOptions,
+        hub: Hub,
+        choose_id: Callable[[str, str], str],
+    ) -> None:
+        """`choose_id` makes the request's name of what the client wants to call it and the path."""
         now_ns = clock.now_ns()
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.path = scope["path"]
         self.method = scope["method"]
-        self.request_id = front.choose_id(self.headers.get("x-request-id", ""), self.path)
+        self.request_id = choose_id(self.headers.get("x-request-id", ""), self.path)
         self.book = Book(now_ns)
         self.live = LiveRequest(
             request_id=self.request_id,
@@ -65,12 +67,13 @@ class Exchange:
         self.answered = False  # the client has been sent all that there is: leaving now is no disconnect
         self.bill: Tokens | None = None  # once an answer is complete: what its usage says, shown or not
         self.status = 0
-        self._front = front
+        self._options = options
+        self._hub = hub
         self._receive = receive
         self._send = send
         self._response_headers = [
             (b"x-request-id", self.request_id.encode()),
-            *cors.response_headers(front.options.cors_origins, self.headers),
+            *cors.response_headers(options.cors_origins, self.headers),
         ]
         self._body_read = not _has_body(self.headers)
 
@@ -101,7 +104,7 @@ class Exchange:
         others_ran = asyncio.Event()  # A write that need not wait for the client does not let go of the event loop.
         marking = asyncio.get_running_loop().call_soon(others_ran.set)
         try:
-            async with asyncio.timeout(self._front.options.send_timeout_s):
+            async with asyncio.timeout(self._options.send_timeout_s):
                 await self._send(message)
         except TimeoutError:
             self.flight.interrupt(errors.client_gone())
@@ -130,7 +133,7 @@ class Exchange:
 
     async def read_body(self) -> bytes:
         """The whole body.  Raises ApiError: not JSON, too large, too slow."""
-        options = self._front.options
+        options = self._options
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise await self.refused(errors.media_type())
@@ -164,7 +167,7 @@ class Exchange:
         taken = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
-                while not self._body_read and taken < self._front.options.body_bytes_max:
+                while not self._body_read and taken < self._options.body_bytes_max:
                     taken += len(await self._chunk())
         return error
 
@@ -183,7 +186,7 @@ class Exchange:
 
     async def close(self) -> None:
         """Stop what is still running, and write the record.  Runs to its end, whoever is cancelled."""
-        timeout_s = self._front.options.record_timeout_s
+        timeout_s = self._options.record_timeout_s
         running = [call for call in self.flight.calls if call.finish is None]
         for call in running:
             call.abort()
@@ -202,7 +205,7 @@ class Exchange:
         record = self._record(max(closed_ns, self._last_ns()))
         ticket = self.ticket
         await ticket.close(record)
-        self._front.hub.request(
+        self._hub.request(
             msgspec.structs.replace(
                 record,
                 reserved_tokens=ticket.reserved_tokens,
@@ -279,9 +282,14 @@ def route_of(path: str) -> str:
     return OTHER
 
 
+def put_exchange(scope: HTTPScope, exchange: Exchange) -> None:
+    """Into the scope of its request."""
+    scope[_SCOPE_KEY] = exchange  # type: ignore[literal-required]  # ours, beside the keys of ASGI
+
+
 def exchange_of(scope: Scope) -> Exchange:
-    """The exchange that `Front` put into this scope."""
-    exchange = scope[_SCOPE_KEY]  # type: ignore[literal-required]  # ours, beside the keys of ASGI
+    """The exchange of this scope."""
+    exchange = scope[_SCOPE_KEY]  # type: ignore[literal-required]
     assert isinstance(exchange, Exchange)
     return exchange
 
@@ -298,106 +306,3 @@ def _outcome_of(status: int) -> str:
     if status < 400:
         return "ok"
     return "not_found" if status == 404 else "invalid" if status < 500 else "error"
-
-
-class Front:
-    """The outermost ASGI application."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        options: GatewayOptions,
-        hub: Hub,
-        knows_id: Callable[[str], bool],
-        *,
-        on_closed: Callable[[Exchange], None],
-    ) -> None:
-        self.options = options
-        self.hub = hub
-        self.open: dict[str, Exchange] = {}
-        self._app = app
-        self._knows_id = knows_id
-        self._on_closed = on_closed
-        self._closing: set[asyncio.Task[None]] = set()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] != ScopeType.HTTP:
-            await self._app(scope, receive, send)
-            return
-        exchange = Exchange(scope, receive, send, front=self)
-        scope[_SCOPE_KEY] = exchange  # type: ignore[literal-required]
-        self.open[exchange.request_id] = exchange
-        self.hub.request_opened(exchange.live)
-        ids = {"request_id": exchange.request_id, "trace_id": exchange.live.trace.trace_id}
-        with structlog.contextvars.bound_contextvars(**ids):
-            try:
-                await self._serve(exchange, scope)
-            finally:
-                await self._close(exchange)
-
-    async def _serve(self, exchange: Exchange, scope: HTTPScope) -> None:
-        try:
-            error = self._bad_headers(list(scope["headers"]))
-            if error is not None:
-                await respond(exchange, error)
-            elif exchange.method == "OPTIONS" and "access-control-request-method" in exchange.headers:
-                await _answer(exchange.send, HTTPStatus.NO_CONTENT, cors.preflight_headers(exchange.headers), b"")
-            else:
-                await self._app(scope, exchange.receive, exchange.send)
-        except Exception as error:  # noqa: BLE001  The last resort: whatever it is, the client gets JSON and the log gets the facts.
-            if not exchange.gone:
-                _log.exception("request crashed", path=exchange.path[:200])
-                exchange.outcome = "error"
-            if not exchange.status:
-                await respond(exchange, error if isinstance(error, ApiError) else errors.internal())
-
-    def _bad_headers(self, given: list[tuple[bytes, bytes]]) -> ApiError | None:
-        if len(given) > self.options.headers_max:
-            return errors.too_many_headers(self.options.headers_max)
-        if sum(len(name) + len(value) for name, value in given) > self.options.header_bytes_max:
-            return errors.head_too_large(self.options.header_bytes_max)
-        names = [name for name, _ in given if name in _ONCE]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        return errors.header_twice(twice.decode()) if twice is not None else None
-
-    async def _close(self, exchange: Exchange) -> None:
-        """Close in a task of its own, so that a cancelled request still settles."""
-        closing = asyncio.create_task(exchange.close(), name=f"close {exchange.request_id}")
-        self._closing.add(closing)
-
-        def closed(task: asyncio.Task[None]) -> None:
-            self._closing.discard(task)
-            self.open.pop(exchange.request_id, None)
-            self._on_closed(exchange)
-
-        closing.add_done_callback(closed)
-        await asyncio.shield(closing)
-
-    async def drained(self) -> None:
-        """Until no record is outstanding."""
-        while self._closing:
-            await asyncio.gather(*self._closing, return_exceptions=True)
-
-    def choose_id(self, wanted: str, path: str) -> str:
-        """The client's own id if it is fit and free, else a new one."""
-        if _SAFE_ID.fullmatch(wanted) and wanted not in self.open and not self._knows_id(wanted):
-            return wanted
-        return _ID_PREFIX.get(path, "req-") + secrets.token_hex(12)
-
-
-async def respond(exchange: Exchange, error: ApiError) -> None:
-    """An error as a whole response."""
-    exchange.outcome = exchange.outcome or error.outcome
-    exchange.live.error = error.code or ""
-    await _answer(exchange.send, error.status, {"content-type": "application/json", **error.headers}, error.body())
-
-
-async def _answer(
-    send: Callable[[Message], Awaitable[None]], status: int, headers: Mapping[str, str], body: bytes
-) -> None:
-    encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-    if status != HTTPStatus.NO_CONTENT:
-        encoded.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": int(status), "headers": encoded})
-    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -48,82 +48,85 @@ def http_config(app: ASGIApp, options: GatewayOptions) -> uvicorn.Config:
 
 def bounded(options: GatewayOptions) -> type[HttpToolsProtocol]:
     """The protocol with the bounds of `options`."""
+    return type("Bounded", (Bounded,), {"options": options})
 
-    class Bounded(HttpToolsProtocol):
-        """One connection."""
 
-        _head_bytes = 0
-        _in_head = False
-        _head_timer: asyncio.TimerHandle | None = None
+class Bounded(HttpToolsProtocol):
+    """One connection, with bounds."""
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-            super().connection_made(transport)
-            if len(self.connections) > options.connections_max:
-                message = f"{options.connections_max} connections are open already; try again later."
-                self._refuse(errors.overloaded(message))
-                return
-            self._expect_head()
+    options: GatewayOptions
+    """Of the class: uvicorn makes one of these for each connection and passes nothing of ours."""
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timer()
-            super().connection_lost(exc)
+    _head_bytes = 0
+    _in_head = False
+    _head_timer: asyncio.TimerHandle | None = None
 
-        def data_received(self, data: bytes) -> None:
-            if not self._answering and not self._in_head:
-                data = _without_offers(data)
-            super().data_received(data)
-            if self._in_head:
-                self._head_bytes += len(data)
-                if self._head_bytes > options.header_bytes_max:
-                    self._refuse(errors.head_too_large(options.header_bytes_max))
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        if len(self.connections) > self.options.connections_max:
+            message = f"{self.options.connections_max} connections are open already; try again later."
+            self._refuse(errors.overloaded(message))
+            return
+        self._expect_head()
 
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._in_head, self._head_bytes = True, 0
-            self._expect_head()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
 
-        def on_header(self, name: bytes, value: bytes) -> None:
-            if self._in_head:
-                super().on_header(name, value)
+    def data_received(self, data: bytes) -> None:
+        if not self._answering and not self._in_head:
+            data = _without_offers(data)
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > self.options.header_bytes_max:
+                self._refuse(errors.head_too_large(self.options.header_bytes_max))
 
-        def on_headers_complete(self) -> None:
-            self._in_head = False
-            self._stop_timer()
-            super().on_headers_complete()
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+        self._expect_head()
 
-        def send_400_response(self, msg: str) -> None:
-            del msg
-            self._refuse(errors.no_http())
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            super().on_header(name, value)
 
-        @property
-        def _answering(self) -> bool:
-            """Whether a request of this connection is not answered yet."""
-            return self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]  # at first
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
 
-        @property
-        def _silent(self) -> bool:
-            """Whether no answer is on its way, so that ours would not get into it."""
-            return not self._answering or not (self.cycle.response_started or self.pipeline)
+    def send_400_response(self, msg: str) -> None:
+        del msg
+        self._refuse(errors.no_http())
 
-        def _expect_head(self) -> None:
-            self._stop_timer()
-            self._head_timer = self.loop.call_later(options.body_timeout_s, self.transport.close)
+    @property
+    def _answering(self) -> bool:
+        """Whether a request of this connection is not answered yet."""
+        return self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]  # at first
 
-        def _stop_timer(self) -> None:
-            if self._head_timer is not None:
-                self._head_timer.cancel()
-                self._head_timer = None
+    @property
+    def _silent(self) -> bool:
+        """Whether no answer is on its way, so that ours would not get into it."""
+        return not self._answering or not (self.cycle.response_started or self.pipeline)
 
-        def _refuse(self, error: ApiError) -> None:
-            """Answer without the application, which has not been asked, and hang up; never into another's answer."""
-            if self._silent:
-                self.transport.write(_answer(error))
-            if self._answering:
-                self.cycle.disconnected = True  # what it says from now on is for nobody
-                self.cycle.message_event.set()
-            self.transport.close()
+    def _expect_head(self) -> None:
+        self._stop_timer()
+        self._head_timer = self.loop.call_later(self.options.body_timeout_s, self.transport.close)
 
-    return Bounded
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer without the application, which has not been asked, and hang up; never into another's answer."""
+        if self._silent:
+            self.transport.write(_answer(error))
+        if self._answering:
+            self.cycle.disconnected = True  # what it says from now on is for nobody
+            self.cycle.message_event.set()
+        self.transport.close()
 
 
 def _answer(error: ApiError) -> bytes:

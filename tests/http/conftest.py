@@ -13,6 +13,7 @@ from gateway.config import GatewayOptions
 from gateway.tokens import load
 from tests.cache import servers
 from tests.http.fake_engine import FakeEngine, greet_and_stop
+from tests.http.fleet import Fleet
 from tests.http.guard import Guard
 from tests.http.harness import MODEL, LiveGateway, ShellEngine
 from tests.http.model_files import EOS_ID, write_model
@@ -108,6 +109,14 @@ def guard() -> Iterator[Guard]:
 def guarded(guard: Guard, custom: Custom) -> tuple[LiveGateway, FakeEngine]:
     """A gateway in front of a fake engine."""
     return custom(**guard.options)
+
+
+@pytest.fixture
+def fleet(model_dir: Path, vocab_size: int, socket_path: str) -> Iterator[Fleet]:
+    """A gateway and engines, to be started by the test."""
+    found = Fleet(options_for(model_dir, ""), Path(socket_path).parent, vocab_size)
+    yield found
+    found.close()
 
 
 def options_for(model_dir: Path, path: str) -> GatewayOptions:

@@ -189,6 +189,7 @@ def scene(model_dir: Path, vocab_size: int, socket_path: str, tmp_path: Path) ->
         stack.callback(listener.close)
         options = msgspec.structs.replace(
             options_for(model_dir, socket_path),
+            resume_deadline_s=0.0,
             port=servers.free_port(),
             pepper_file=str(guard.pepper_file),
             redis_named=True,
@@ -306,6 +307,7 @@ def test_nobody_sings(scene: Scene) -> None:
 
 
 UNSEEN = {
+    (400, "request_refused"),
     (500, "degenerate_output"),
     (503, "draining"),
     (503, "limits_unavailable"),
