@@ -83,7 +83,7 @@ def kv_json(replicas: dict[int, Replica], *, now_ns: int, stale_ns: int) -> Json
             "stale": replica.current_step(now_ns, stale_ns) is None,
             "step_id": step.step_id,
         }
-    if len(books) == 1:
+    if len(books) == len(replicas) == 1:
         return next(iter(books.values()))
     return _book_json(_sum(slots), blocks) | ({"replicas": dict(books)} if books else {})
 

@@ -103,14 +103,15 @@ class Fleet:
         """What the server for keys and limits answers to a command."""
         with socket.socket(socket.AF_UNIX) as raw:
             raw.settimeout(10)
-            raw.connect(str(self.data / "valkey" / SOCKET))
+            self.until(lambda: _connected(raw, str(self.data / "valkey" / SOCKET)), "the server for limits listens", 10)
             lines = [f"*{len(words)}", *(part for word in words for part in (f"${len(word)}", word))]
             raw.sendall(("\r\n".join(lines) + "\r\n").encode())
             return raw.recv(1 << 16)
 
     def reservations(self) -> set[bytes]:
-        """The names of those that are not settled."""
-        return {line for line in self.redis("KEYS", "*:reservation:*").split(b"\r\n") if b":reservation:" in line}
+        """The names of those that are not settled, and not void."""
+        names = {line for line in self.redis("KEYS", "*:reservation:*").split(b"\r\n") if b":reservation:" in line}
+        return {name for name in names if b"void" not in self.redis("GET", name.decode())}
 
     def client(self, timeout_s: float = WAIT_S) -> httpx.Client:
         headers = {"authorization": f"Bearer {self.key}"}
@@ -224,8 +225,8 @@ class Fleet:
                 row["outcome"] for row in rows
             )
 
-        self.until(quiet, "everything is given back")
-        self.until(lambda: self.reservations() <= self.orphans, "no reservation is left")
+        self.until(quiet, "everything is given back", 20)
+        self.until(lambda: self.reservations() <= self.orphans, "no reservation is left", 20)
         for row in self.get("/debug/requests")["requests"]:
             assert sum(row["states"].values()) == row["e2e_ns"], row
         with self.client() as client:
@@ -236,6 +237,15 @@ class Fleet:
     def ledger(self, request_id: str) -> Any:
         """One request's."""
         return self.get(f"/debug/requests/{request_id}")
+
+
+def _connected(raw: socket.socket, path: str) -> bool:
+    """Whether a server that may be on its way back takes the connection."""
+    try:
+        raw.connect(path)
+    except OSError:
+        return False
+    return True
 
 
 def new_key(data: Path, *, concurrent: int = CONCURRENT) -> str:
