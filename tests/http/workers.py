@@ -47,7 +47,11 @@ class Workers:
 
     def wait_until_connected(self, number: int, times: int = 1) -> None:
         """Until it says for the n-th time that its engine is there."""
-        until(lambda: self.logs[number].read_text().count("engine connected") >= times, f"worker {number} is not there")
+        log = self.logs[number]
+        try:
+            until(lambda: log.read_text().count("engine connected") >= times, f"worker {number} is not there")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.processes[number].poll()}\n{log.read_text()}") from error
 
     def restart(self, number: int) -> None:
         """As the supervisor does."""
