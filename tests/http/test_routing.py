@@ -1,19 +1,40 @@
 """Three engines and an index behind one gateway: who gets a request, and why."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
 
-from telemetry.records import RequestRecord
+from engine.api import GenerateRequest, Hello, Load, PrefixNews, Sampling
+from gateway.balance import Candidate
+from gateway.calls import Call, Flight
+from gateway.errors import ApiError
+from gateway.replica import STALE_S, Replica
+from gateway.routing import candidate
+from telemetry.records import RequestRecord, StepRecord
 from tests.http.asking import chat, post, prompt
 from tests.http.conftest import options_for
 from tests.http.guard import Guard, until
 from tests.http.harness import LiveGateway, ShellEngine
 
 ENGINES = 3
+HELLO = Hello(
+    epoch="e",
+    replica=0,
+    clock_id="c",
+    model="m",
+    fingerprint="f",
+    reproducible=True,
+    vocab_size=10,
+    context_max=512,
+    block_slots=16,
+    blocks_max=64,
+    sequences_max=8,
+    waiting_max=8,
+    eos_ids=(),
+)
 
 
 class Fleet:
@@ -43,15 +64,26 @@ class Fleet:
         self.engines[number] = self._engine(number)
         self.until_whole()
 
-    def ask(self, text: str, **fields: object) -> RequestRecord:
+    def ask(self, text: str, *, key: str = "", **fields: object) -> RequestRecord:
         """One prompt, and its record."""
-        body = prompt(prompt=text, max_tokens=4, **fields)
-        return self.gateway.record(post(self.gateway, body, "/v1/completions")["id"])
+        body, headers = prompt(prompt=text, max_tokens=4, **fields), {"authorization": f"Bearer {key}"} if key else {}
+        return self.gateway.record(post(self.gateway, body, "/v1/completions", **headers)["id"])
 
     def stop(self) -> None:
         self.gateway.stop()
         for engine in self.engines:
             engine.stop()
+
+
+class Nobody:
+    """Listens to nothing."""
+
+    def step(self, record: StepRecord) -> None: ...
+    def engine_up(self, replica: int, *, epoch: str, block_slots: int) -> None: ...
+    def engine_down(self, replica: int) -> None: ...
+    def strand(self, calls: Sequence[Call], error: ApiError, *, died: bool) -> None: ...
+    def heard(self, epoch: str, news: PrefixNews) -> None: ...
+    def ended(self, epoch: str) -> None: ...
 
 
 NewFleet = Callable[..., Fleet]
@@ -110,6 +142,43 @@ def test_a_restarted_engine_has_nothing(fleet: Fleet, guard: Guard) -> None:
     fleet.restart(first.replica)
     again = fleet.ask(text_of("b"))
     assert (again.routing, again.promised_tokens, again.cached_tokens) == ("two_choices", 0, 0)
+
+
+def test_a_tenant_finds_nothing_of_anothers(fleet: Fleet, guard: Guard) -> None:
+    keys = [guard.create(tenant=tenant).key for tenant in ("blue", "green")]
+    first = fleet.ask(text_of("i"), key=keys[0])
+    until(lambda: indexed(guard) > 0, "the engine's news are not in the index")
+    other = fleet.ask(text_of("i"), key=keys[1])
+    assert (other.routing, other.promised_tokens, other.cached_tokens) == ("two_choices", 0, 0)
+    again = fleet.ask(text_of("i"), key=keys[0])
+    assert again.replica == first.replica and (again.promised_tokens or 0) > 0
+
+
+def test_what_has_been_sent_counts_before_the_engine_has_taken_it() -> None:
+    replica = Replica(0, "unix:x", Nobody(), Nobody(), Nobody(), silence_s=5, silence_max_s=60)
+    assert candidate(replica, HELLO, 0, now_ns=0) == Candidate(name="unix:x", capacity_tokens=1024)
+    replica.load = Load(running=1, waiting=2, owed_tokens=30, used_slots=400)
+    flight = Flight()
+    for number, promised in enumerate((0, 64)):
+        message = GenerateRequest(request_id=str(number), prompt=(1,) * 100, sampling=Sampling(), tokens_max=1)
+        call = Call(message, flight)
+        call.promised_tokens = promised
+        replica.calls[call.request_id] = call
+    known = candidate(replica, HELLO, 64, now_ns=0)
+    assert (known.sequences, known.ahead_tokens, known.tokens) == (5, 30 + 136, 430 + 136)
+    assert known.matched_tokens == 64 and not known.saturated
+    replica.calls["0"].accepted_ns = 1  # from now on the engine's own figures have it
+    assert candidate(replica, HELLO, 0, now_ns=0).sequences == 4
+    replica.load = Load(running=7)
+    assert candidate(replica, HELLO, 0, now_ns=0).saturated, "no place is left in the batch"
+
+
+def test_an_engine_that_does_not_answer_is_saturated() -> None:
+    replica = Replica(0, "unix:x", Nobody(), Nobody(), Nobody(), silence_s=5, silence_max_s=60)
+    replica._owes_since_ns = 10**9
+    late_ns = 10**9 + int(STALE_S * 1e9)
+    assert not candidate(replica, HELLO, 0, now_ns=late_ns).saturated
+    assert candidate(replica, HELLO, 0, now_ns=late_ns + 1).saturated
 
 
 def test_without_the_index_what_begins_alike_meets(fleet: Fleet, guard: Guard) -> None:
