@@ -10,6 +10,7 @@ import pytest
 from engine.api import GenerateRequest, Hello, Load, PrefixNews, Sampling
 from gateway.balance import Candidate
 from gateway.calls import Call, Flight
+from gateway.config import GatewayOptions
 from gateway.errors import ApiError
 from gateway.replica import STALE_S, Replica
 from gateway.routing import candidate
@@ -35,6 +36,9 @@ HELLO = Hello(
     waiting_max=8,
     eos_ids=(),
 )
+
+
+OPTIONS = GatewayOptions(model="", model_name="tiny", engines=())
 
 
 class Fleet:
@@ -155,7 +159,7 @@ def test_a_tenant_finds_nothing_of_anothers(fleet: Fleet, guard: Guard) -> None:
 
 
 def test_what_has_been_sent_counts_before_the_engine_has_taken_it() -> None:
-    replica = Replica(0, "unix:x", Nobody(), Nobody(), Nobody(), silence_s=5, silence_max_s=60)
+    replica = Replica(0, "unix:x", Nobody(), Nobody(), Nobody(), OPTIONS)
     assert candidate(replica, HELLO, 0, now_ns=0) == Candidate(name="unix:x", capacity_tokens=1024)
     replica.load = Load(running=1, waiting=2, owed_tokens=30, used_slots=400)
     flight = Flight()
@@ -174,7 +178,7 @@ def test_what_has_been_sent_counts_before_the_engine_has_taken_it() -> None:
 
 
 def test_an_engine_that_does_not_answer_is_saturated() -> None:
-    replica = Replica(0, "unix:x", Nobody(), Nobody(), Nobody(), silence_s=5, silence_max_s=60)
+    replica = Replica(0, "unix:x", Nobody(), Nobody(), Nobody(), OPTIONS)
     replica._owes_since_ns = 10**9
     late_ns = 10**9 + int(STALE_S * 1e9)
     assert not candidate(replica, HELLO, 0, now_ns=late_ns).saturated
