@@ -132,6 +132,9 @@ def test_tenants_do_not_see_each_other(guarded: Pair, guard: Guard) -> None:
         assert [one["request_id"] for one in seen] == [ids[tenant]]
         found = {other: client.get(f"/debug/requests/{ids[other]}", headers=bearer(key)).status_code for other in ids}
         assert found == {other: 200 if other == tenant else 404 for other in ids}
+        for path in ("/debug/steps", "/debug/kv", "/metrics"):  # numbers of the engine, for everybody
+            shown = client.get(path, headers=bearer(key)).text
+            assert not any(name in shown for other in ids for name in (ids[other], other))
 
 
 # ---- how much
