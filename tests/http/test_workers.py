@@ -2,6 +2,7 @@
 Several workers on one port, as real processes: what people read is of all, and one that dies takes only its own.
 """
 
+import contextlib
 import signal
 import socket
 from collections.abc import Iterator
@@ -87,7 +88,7 @@ def test_a_worker_that_dies_takes_its_clients_and_nobody_else(model_dir: Path, e
         await job.emit([40, 41])
         await job.until_aborted()
 
-    with TemporaryDirectory(prefix="pellucid") as home:
+    with TemporaryDirectory(prefix="pellucid") as home, contextlib.ExitStack() as sockets:
         workers = Workers(model_dir, engine.path, Path(home), 2)
         try:
             assert all(workers.post(f"before-{number}").status_code == 200 for number in range(8))
@@ -97,7 +98,7 @@ def test_a_worker_that_dies_takes_its_clients_and_nobody_else(model_dir: Path, e
             while len(asked_by) < 2:
                 assert len(open_ones) < TRIES_MAX, "one worker has taken every connection"
                 one = f"open-{len(open_ones)}"
-                raw = open_ones[one] = workers.connect()
+                raw = open_ones[one] = sockets.enter_context(workers.connect())
                 raw.sendall(raw_request(chat(stream=True, max_tokens=400), one))
                 read_until(raw, b"FG")
             rows = workers.get("/debug/requests").json()["requests"]
