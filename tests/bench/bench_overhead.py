@@ -11,6 +11,8 @@ Valkey is the embedded one.  The client reads bytes from a socket, so that littl
     added       to the first byte of the answer, and to the first text: through the gateway less straight, of the
                 medians of a round; the median over the rounds, and the least and the most
     CPU         of the gateway process (user and system) for each streamed token, whole requests included
+    floor       the same of a bare server that writes the same bytes at the same pace (tests.bench.floor_server): what
+                this machine takes for it.  Its first byte waits for nothing
 
 Every round makes new requests with prompts that nobody has sent.  Exit code 1: beyond the targets (--first-byte-ms-max,
 --token-us-max).
@@ -26,12 +28,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -41,13 +45,14 @@ from cache.accounts import Limits
 from cache.key_records import Tenant
 from engine.api import FrameReader, GenerateRequest, Hello, Sampling, StepFrame, decode_frame, encode
 from gateway.config import GatewayOptions
+from gateway.tokens import load
 from tests.bench.machine import commit, host
 from tests.cache import servers
 from tests.http.guard import Guard
 from tests.http.model_files import write_model
 
 MODEL = "tiny"
-PROMPT_WORDS = 60
+PROMPT_WORDS = 200
 LIMITS = Limits(requests_per_minute=10**9, tokens_per_minute=10**12, concurrent=10_000)
 
 
@@ -197,30 +202,36 @@ def process(*command: str, environ: dict[str, str]) -> Iterator[subprocess.Popen
         running.wait(20)
 
 
+class Ways(NamedTuple):
+    """All that is compared."""
+
+    straight: Straight
+    through: Through
+    floor: Through
+    gateway_pid: int
+    floor_pid: int
+
+
 @contextmanager
-def gateway(home: Path, tokens: int, gap_s: float) -> Iterator[tuple[Straight, Through, int]]:
-    """Everything, started; the two ways, and the gateway's process id."""
+def everything(home: Path, tokens: int, gap_s: float) -> Iterator[Ways]:
+    """Engines, gateway and floor, started."""
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     with ExitStack() as stack:
         model = home / "model"
         model.mkdir()
         write_model(model)
-        from gateway.tokens import load
-
         vocab_size = load(model).vocab_size
         server = stack.enter_context(servers.embedded(home / "v"))
         guard = Guard(server, home)
         guard.put_tenant(Tenant(name="blue", organisation="blue", limits=LIMITS))
         key = guard.create(tenant="blue", limits=LIMITS).key
         collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
-        import threading
-
         threading.Thread(target=collector.serve_forever, daemon=True).start()
         stack.callback(collector.shutdown)
         paths = [str(home / f"engine-{number}.sock") for number in range(2)]
         for path in paths:
-            arguments = (path, Path(path).stem, str(vocab_size), str(gap_s))
-            stack.enter_context(process("-m", "tests.bench.pacing_engine", *arguments, environ=environ))
+            engine = (path, Path(path).stem, str(vocab_size), str(gap_s))
+            stack.enter_context(process("-m", "tests.bench.pacing_engine", *engine, environ=environ))
         options = GatewayOptions(
             model=str(model),
             model_name=MODEL,
@@ -233,7 +244,16 @@ def gateway(home: Path, tokens: int, gap_s: float) -> Iterator[tuple[Straight, T
         encoded = msgspec.json.encode(options).decode()
         running = stack.enter_context(process("-m", "gateway", "--options", encoded, environ=environ))
         _until_ready(options.port)
-        yield Straight(paths[0], vocab_size, tokens), Through(options.port, key, tokens), running.pid
+        floor_port = _free_port()
+        arguments = (str(floor_port), str(tokens), str(gap_s))
+        floor = stack.enter_context(process("-m", "tests.bench.floor_server", *arguments, environ=environ))
+        yield Ways(
+            Straight(paths[0], vocab_size, tokens),
+            Through(options.port, key, tokens),
+            Through(floor_port, key, tokens),
+            running.pid,
+            floor.pid,
+        )
 
 
 def _free_port() -> int:
@@ -258,8 +278,39 @@ def _until_ready(port: int) -> None:
     raise SystemExit("the gateway does not start")
 
 
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):8.2f} ({min(values):.2f} to {max(values):.2f})"
+class Round(NamedTuple):
+    """What one round has measured."""
+
+    first_byte_ms: float
+    first_text_ms: float
+    token_us: float
+    floor_first_byte_ms: float
+    floor_token_us: float
+
+
+def measure(ways: Ways, clients: int, requests: int, seed: int) -> Round:
+    """Straight, through the gateway, and the floor."""
+    direct = play(ways.straight.client, clients, requests, seed)
+    ours, token_us = _with_cpu(ways.through, ways.gateway_pid, clients, requests, seed)
+    bare, floor_token_us = _with_cpu(ways.floor, ways.floor_pid, clients, requests, seed)
+    return Round(
+        first_byte_ms=(statistics.median(ours.first_bytes) - statistics.median(direct.first_bytes)) * 1e3,
+        first_text_ms=(statistics.median(ours.first_texts) - statistics.median(direct.first_texts)) * 1e3,
+        token_us=token_us,
+        floor_first_byte_ms=statistics.median(bare.first_bytes) * 1e3,
+        floor_token_us=floor_token_us,
+    )
+
+
+def _with_cpu(way: Through, pid: int, clients: int, requests: int, seed: int) -> tuple[Seen, float]:
+    """With the CPU time of that process for each token, in us."""
+    before_s = cpu_s(pid)
+    seen = play(way.client, clients, requests, seed)
+    return seen, (cpu_s(pid) - before_s) / seen.tokens * 1e6
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def main() -> int:
@@ -278,27 +329,25 @@ def main() -> int:
     failed = False
     with (
         tempfile.TemporaryDirectory(prefix="pellucid-overhead-") as home,
-        gateway(Path(home), arguments.tokens, arguments.gap_ms / 1000) as (straight, through, pid),
+        everything(Path(home), arguments.tokens, arguments.gap_ms / 1000) as ways,
     ):
-        play(through.client, 4, 40, 999_999)  # Imports, caches, connections.
-        print("clients  added to first byte (ms)   added to first text (ms)   gateway CPU per token (us)")
+        play(ways.through.client, 4, 40, 999_999)  # Imports, caches, connections.
+        titles = ("+ first byte, ms", "+ first text, ms", "CPU per token, us", "floor: first byte", "floor: CPU")
+        print("clients  " + "".join(f"{title:25s}" for title in titles))
         for clients in map(int, arguments.clients.split(",")):
-            bytes_ms, texts_ms, cpu_us = [], [], []
-            for number in range(arguments.rounds):
-                seed = arguments.seed + clients * 100 + number
-                direct = play(straight.client, clients, max(arguments.requests, clients), seed)
-                before_s = cpu_s(pid)
-                ours = play(through.client, clients, max(arguments.requests, clients), seed)
-                cpu_us.append((cpu_s(pid) - before_s) / ours.tokens * 1e6)
-                added = statistics.median(ours.first_bytes) - statistics.median(direct.first_bytes)
-                bytes_ms.append(added * 1e3)
-                texts_ms.append((statistics.median(ours.first_texts) - statistics.median(direct.first_texts)) * 1e3)
-            shown = [
-                f"{statistics.median(v):8.2f} ({min(v):.2f} to {max(v):.2f})" for v in (bytes_ms, texts_ms, cpu_us)
+            rounds = [
+                measure(ways, clients, max(arguments.requests, clients), arguments.seed + clients * 100 + number)
+                for number in range(arguments.rounds)
             ]
-            print(f"{clients:7d}  {shown[0]:25s}  {shown[1]:25s}  {shown[2]}", flush=True)
-            failed |= clients == 1 and statistics.median(bytes_ms) > arguments.first_byte_ms_max
-            failed |= statistics.median(cpu_us) > arguments.token_us_max
+            print(
+                f"{clients:7d}  " + "".join(f"{_spread(column):25s}" for column in zip(*rounds, strict=True)),
+                flush=True,
+            )
+            first_byte_ms = statistics.median(one.first_byte_ms for one in rounds)
+            token_us = statistics.median(one.token_us for one in rounds)
+            failed |= (
+                clients == 1 and first_byte_ms > arguments.first_byte_ms_max
+            ) or token_us > arguments.token_us_max
     return int(failed)
 
 
