@@ -8,7 +8,7 @@ which the route finds in the scope.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 import structlog
@@ -76,6 +76,7 @@ class Exchange:
             *cors.response_headers(options.cors_origins, self.headers),
         ]
         self._body_read = not _has_body(self.headers)
+        self._watching: asyncio.Task[None] | None = None
 
     # ---- the client's side
 
@@ -117,15 +118,10 @@ class Exchange:
             self.answered = True
             self.book.enter("finalize", clock.now_ns())
 
-    @contextlib.asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """While the body is awaited here, a disconnect interrupts the flight."""
-        watching = asyncio.create_task(self._watch(), name=f"watch {self.request_id}")
-        try:
-            yield
-        finally:
-            watching.cancel()
-            await asyncio.wait({watching})  # Not `await watching`: that could swallow our own cancellation.
+    def watch(self) -> None:
+        """From now on a disconnect interrupts the flight.  The body has been read."""
+        assert self._watching is None, "watched already"
+        self._watching = asyncio.create_task(self._watch(), name=f"watch {self.request_id}")
 
     async def _watch(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
@@ -186,6 +182,9 @@ class Exchange:
 
     async def close(self) -> None:
         """Stop what is still running, and write the record.  Runs to its end, whoever is cancelled."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
         timeout_s = self._options.record_timeout_s
         running = [call for call in self.flight.calls if call.finish is None]
         for call in running:

@@ -34,6 +34,8 @@ from telemetry import clock
 from telemetry.live import Attribute
 
 Asked = ChatRequest | CompletionRequest
+Event = tuple[bytes, bool]
+"""Bytes of a stream, one or more events, and whether more will follow."""
 
 SEQUENCES_MAX = 128
 """Prompts times choices of one request."""
@@ -263,29 +265,30 @@ class Generation:
         self._succeed()
         return choices, self._tokens()
 
-    async def events(self, writer: Writer, *, include_usage: bool) -> AsyncIterator[bytes]:
+    async def events(self, writer: Writer, *, include_usage: bool) -> AsyncIterator[Event]:
         """The answer as server-sent events.  Never raises an error: it becomes the last event."""
         try:
-            yield b"".join(writer.opening(index) for index in range(len(self._running)))
+            if opening := b"".join(writer.opening(index) for index in range(len(self._running))):
+                yield opening, True
             async for index, piece, done in self._news():
                 data = writer.delta(index, piece)
                 if done:
                     data += writer.ending(index, self._running[index].finish_reason)
                 if data:
-                    yield data
+                    yield data, True
         except ApiError as error:
             self._exchange.outcome = error.outcome
             self._exchange.live.error = error.code or ""
-            yield event(error.body())
+            yield event(error.body()), False
             return
         except Exception:  # noqa: BLE001  After the first byte nobody else can tell the client.
             _log.exception("stream crashed")
             self._exchange.outcome = "error"
-            yield event(errors.internal().body())
+            yield event(errors.internal().body()), False
             return
         last = writer.usage(self._tokens()) if include_usage else b""
         self._succeed()
-        yield last + DONE
+        yield last + DONE, False
 
     async def _news(self) -> AsyncIterator[tuple[int, Piece, bool]]:
         """

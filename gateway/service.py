@@ -18,7 +18,7 @@ from gateway.config import GatewayOptions
 from gateway.decode import T, check_token_ids, decode, split_prompts
 from gateway.errors import ApiError
 from gateway.exchange import Exchange
-from gateway.generate import Asked, Generation, parameters, plan, weight_attributes
+from gateway.generate import Asked, Event, Generation, parameters, plan, weight_attributes
 from gateway.siblings import Siblings
 from gateway.stream import ChatWriter, CompletionWriter, Writer
 from gateway.template import TemplateError
@@ -30,7 +30,7 @@ from telemetry.hub import Hub
 DECODE_INLINE_BYTES_MAX = 64 * 1024
 """Larger bodies are decoded on a thread."""
 
-Answer = tuple[dict[str, str], bytes | AsyncIterator[bytes]]
+Answer = tuple[dict[str, str], bytes | AsyncIterator[Event]]
 """Headers, and the whole body or the events of a stream."""
 
 
@@ -195,6 +195,7 @@ class Gateway:
     async def _launch(
         self, exchange: Exchange, asked: Asked, prompts: list[list[int]]
     ) -> tuple[Generation, Hello, dict[str, str]]:
+        exchange.watch()
         self._check_wanted(exchange)
         planned = plan(asked, prompts, exchange, self.backend.facts(), self.text, self.options)
         if any(self.backend.poison.refuses(message, clock.now_ns()) for message in planned.messages):
@@ -216,9 +217,7 @@ class Gateway:
         self.running.add(exchange)
         self._idle.clear()
         generation = Generation(exchange, planned, self.text, self.options)
-        async with exchange.watched():
-            headers = await generation.launch(placed)
-        return generation, hello, headers
+        return generation, hello, await generation.launch(placed)
 
     def _check_wanted(self, exchange: Exchange) -> None:
         """Nothing is sent for a client that has left, or into a drain, while something was awaited."""
@@ -229,12 +228,11 @@ class Gateway:
 
     async def _answer(
         self, exchange: Exchange, asked: Asked, generation: Generation, writer: Writer
-    ) -> bytes | AsyncIterator[bytes]:
+    ) -> bytes | AsyncIterator[Event]:
         if asked.stream:
             options = asked.stream_options
             return generation.events(writer, include_usage=bool(options and options.include_usage))
-        async with exchange.watched():
-            choices, tokens = await generation.collect()
+        choices, tokens = await generation.collect()
         return writer.whole(choices, tokens)
 
     # ---- the end
