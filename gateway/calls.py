@@ -38,8 +38,15 @@ class Flight:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.running = 0
+        """Of the calls, those that have not finished."""
         self.error: ApiError | None = None
         self._news = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        """There were calls, and all have finished."""
+        return not self.running and bool(self.calls)
 
     def interrupt(self, error: ApiError) -> None:
         """Something ends the whole request; the first such thing counts."""
@@ -104,6 +111,7 @@ class Call:
         self._read = 0  # of `emitted`
         self._logprobs: list[TokenLogprobs] = []  # of the unread tokens
         flight.calls.append(self)
+        flight.running += 1
 
     @property
     def request_id(self) -> str:
@@ -147,7 +155,7 @@ class Call:
             self.emitted.extend(delta.tokens)
             self._logprobs.extend(delta.logprobs)
         if delta.finish is not None:
-            self.finish, self.finished_ns = delta.finish, now_ns
+            self._finished(delta.finish, now_ns)
         self.flight.wake()
 
     def lose(self, now_ns: int) -> None:
@@ -194,7 +202,10 @@ class Call:
     def abandon(self, now_ns: int) -> None:
         """Stop waiting for the engine's last word."""
         if self.finish is None:
-            self.finish = Finish("abort", Usage(self.prompt_tokens, 0, len(self.emitted)))
-            self.finished_ns = now_ns
+            self._finished(Finish("abort", Usage(self.prompt_tokens, 0, len(self.emitted))), now_ns)
         self.record_came.set()
         self.flight.wake()
+
+    def _finished(self, finish: Finish, now_ns: int) -> None:
+        self.finish, self.finished_ns = finish, now_ns
+        self.flight.running -= 1

@@ -20,6 +20,7 @@ from gateway.book import Book
 from gateway.calls import Call, Flight
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
+from gateway.protocol import flow_of
 from gateway.stream import Tokens
 from telemetry import clock
 from telemetry.hub import Hub
@@ -71,6 +72,7 @@ class Exchange:
         self._hub = hub
         self._receive = receive
         self._send = send
+        self._flow = flow_of(scope)
         self._response_headers = [
             (b"x-request-id", self.request_id.encode()),
             *cors.response_headers(options.cors_origins, self.headers),
@@ -102,21 +104,25 @@ class Exchange:
             message["headers"] = [*message["headers"], *self._response_headers, *more, *own]
         self.settle()
         began_ns = clock.now_ns()
-        others_ran = asyncio.Event()  # A write that need not wait for the client does not let go of the event loop.
-        marking = asyncio.get_running_loop().call_soon(others_ran.set)
+        blocked = self._flow.write_paused
+        if blocked:
+            await self._send_to_slow(message)
+        else:
+            await self._send(message)
+        self.settle()
+        self.book.wrote(began_ns, clock.now_ns(), blocked=blocked)
+        if message["type"] == "http.response.body" and not message["more_body"]:
+            self.answered = True
+            self.book.enter("finalize", clock.now_ns())
+
+    async def _send_to_slow(self, message: Message) -> None:
+        """Only such a write waits, so no other needs a deadline."""
         try:
             async with asyncio.timeout(self._options.send_timeout_s):
                 await self._send(message)
         except TimeoutError:
             self.flight.interrupt(errors.client_gone())
             raise errors.client_gone() from None
-        finally:
-            marking.cancel()
-        self.settle()
-        self.book.wrote(began_ns, clock.now_ns(), blocked=others_ran.is_set())
-        if message["type"] == "http.response.body" and not message["more_body"]:
-            self.answered = True
-            self.book.enter("finalize", clock.now_ns())
 
     def watch(self) -> None:
         """From now on a disconnect interrupts the flight.  The body has been read."""
@@ -176,9 +182,8 @@ class Exchange:
 
     def settle(self) -> None:
         """Once the engine has said its last word, the time after it is the gateway's."""
-        calls = self.flight.calls
-        if calls and all(call.finish is not None for call in calls):
-            self.book.engine_done(max(call.finished_ns for call in calls))
+        if self.flight.finished:
+            self.book.engine_done(max(call.finished_ns for call in self.flight.calls))
 
     async def close(self) -> None:
         """Stop what is still running, and write the record.  Runs to its end, whoever is cancelled."""

@@ -258,8 +258,9 @@ class Generation:
     async def collect(self) -> tuple[list[Choice], Tokens]:
         """The whole answer.  Raises ApiError."""
         choices = [Choice() for _ in self._running]
-        async for index, piece, _ in self._news():
-            choices[index].add(piece)
+        async for news in self._news():
+            for index, piece in news:
+                choices[index].add(piece)
         for choice, one in zip(choices, self._running, strict=True):
             choice.finish_reason = one.finish_reason
         self._succeed()
@@ -270,11 +271,8 @@ class Generation:
         try:
             if opening := b"".join(writer.opening(index) for index in range(len(self._running))):
                 yield opening, True
-            async for index, piece, done in self._news():
-                data = writer.delta(index, piece)
-                if done:
-                    data += writer.ending(index, self._running[index].finish_reason)
-                if data:
+            async for news in self._news():
+                if data := b"".join(self._written(writer, index, piece) for index, piece in news):
                     yield data, True
         except ApiError as error:
             self._exchange.outcome = error.outcome
@@ -290,20 +288,25 @@ class Generation:
         self._succeed()
         yield last + DONE, False
 
-    async def _news(self) -> AsyncIterator[tuple[int, Piece, bool]]:
-        """
-        (choice, what became certain, whether it is complete), until all choices are.
+    def _written(self, writer: Writer, index: int, piece: Piece) -> bytes:
+        one = self._running[index]
+        data = writer.delta(index, piece)
+        return data + writer.ending(index, one.finish_reason) if one.done else data
 
-        Raises ApiError when the request is interrupted, after what had come before.
+    async def _news(self) -> AsyncIterator[list[tuple[int, Piece]]]:
+        """
+        What became certain of each choice, for all that have come further, until all are complete.
+
+        Raises ApiError when a sequence fails or the request is interrupted, after what had come before.
         """
         open_choices = list(enumerate(self._running))
         interruption: ApiError | None = None
         while True:
-            for index, one in open_choices:
-                piece = one.read()
-                self._note(one)
-                if piece.text or piece.entries or one.done:
-                    yield index, piece, one.done
+            news, failure = self._read(open_choices)
+            if news:
+                yield news
+            if failure is not None:
+                raise failure
             open_choices = [(index, one) for index, one in open_choices if not one.done]
             if not open_choices:
                 return
@@ -314,6 +317,20 @@ class Generation:
             except ApiError as error:
                 interruption = error
 
+    def _read(self, choices: Sequence[tuple[int, _Running]]) -> tuple[list[tuple[int, Piece]], ApiError | None]:
+        """What became certain of these, up to the first that has failed, and why that has."""
+        news: list[tuple[int, Piece]] = []
+        for index, one in choices:
+            try:
+                piece = one.read()
+            except ApiError as error:
+                return news, error
+            self._note(one)
+            if piece.text or piece.entries or one.done:
+                news.append((index, piece))
+        self._exchange.live.output_tokens = sum(len(one.call.emitted) for one in self._running)
+        return news, None
+
     def _note(self, one: _Running) -> None:
         """Stop the engine where a stop string is complete, and keep the live view true."""
         call, exchange = one.call, self._exchange
@@ -323,7 +340,6 @@ class Generation:
             loop = asyncio.get_running_loop()
             loop.call_later(self._options.record_timeout_s, lambda: call.abandon(clock.now_ns()))
         live = exchange.live
-        live.output_tokens = sum(len(each.call.emitted) for each in self._running)
         if call.first_token_ns and not live.first_token_ns:
             live.first_token_ns = call.first_token_ns - exchange.book.opened_ns
             exchange.book.guess("decode", call.first_token_ns)

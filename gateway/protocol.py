@@ -15,7 +15,8 @@ import secrets
 from http import HTTPStatus
 
 import uvicorn
-from litestar.types import ASGIApp
+from litestar.types import ASGIApp, Scope
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway import errors, headers
@@ -27,6 +28,14 @@ KEEP_ALIVE_S = 75
 SHUTDOWN_S = 3
 _OFFERS = re.compile(rb"\r\n(?:upgrade|http2-settings):[^\r\n]*(?=\r\n)", re.IGNORECASE)
 _HEAD_END = b"\r\n\r\n"
+_FLOW_KEY = "pellucid.flow"
+
+
+def flow_of(scope: Scope) -> FlowControl:
+    """The connection's flow control: while its `write_paused` is set a write waits for the client to read."""
+    flow = scope[_FLOW_KEY]  # type: ignore[literal-required]  # ours, beside the keys of ASGI
+    assert isinstance(flow, FlowControl)
+    return flow
 
 
 def http_config(app: ASGIApp, options: GatewayOptions) -> uvicorn.Config:
@@ -72,6 +81,7 @@ class Bounded(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        self.scope[_FLOW_KEY] = self.flow  # type: ignore[literal-required]
 
     def data_received(self, data: bytes) -> None:
         if not self._answering and not self._in_head:
