@@ -31,8 +31,9 @@ def chunk(data: bytes) -> bytes:
 class Connection(asyncio.Protocol):
     """One client's."""
 
-    def __init__(self, running: "dict[Connection, int]", tokens: int) -> None:
+    def __init__(self, running: "dict[Connection, int]", begun: asyncio.Event, tokens: int) -> None:
         self.transport: asyncio.Transport
+        self._begun = begun
         self._running = running
         self._tokens = tokens
 
@@ -44,26 +45,37 @@ class Connection(asyncio.Protocol):
         """A request."""
         self.transport.write(HEAD)
         self._running[self] = self._tokens
+        self._begun.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         """It is gone."""
         self._running.pop(self, None)
 
 
+def write_all(running: dict[Connection, int]) -> None:
+    """A token for each that is in the middle of an answer."""
+    for one, left in list(running.items()):
+        last = left == 1
+        one.transport.write(chunk(TEXT) + (chunk(DONE) + b"0\r\n\r\n" if last else b""))
+        if last:
+            del running[one]
+        else:
+            running[one] = left - 1
+
+
 async def main(port: int, tokens: int, gap_s: float) -> None:
     """Listen until ended."""
     running: dict[Connection, int] = {}
-    server = await asyncio.get_running_loop().create_server(lambda: Connection(running, tokens), "127.0.0.1", port)
+    begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Connection(running, begun, tokens), "127.0.0.1", port)
     async with server:
         while True:
-            await asyncio.sleep(gap_s)
-            for one, left in list(running.items()):
-                last = left == 1
-                one.transport.write(chunk(TEXT) + (chunk(DONE) + b"0\r\n\r\n" if last else b""))
-                if last:
-                    del running[one]
-                else:
-                    running[one] = left - 1
+            await begun.wait()
+            while running:
+                await asyncio.sleep(gap_s)
+                write_all(running)
+            begun.clear()
 
 
 if __name__ == "__main__":
