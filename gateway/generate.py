@@ -229,7 +229,13 @@ class Generation:
         self._options = options
         self._running = [
             _Running(
-                Call(message, exchange.flight), TextStream(text, stops=planned.stops, tokens_min=message.tokens_min)
+                Call(message, exchange.flight),
+                TextStream(
+                    text,
+                    stops=planned.stops,
+                    tokens_min=message.tokens_min,
+                    entries=message.sampling.logprobs is not None,
+                ),
             )
             for message in planned.messages
         ]

@@ -35,8 +35,12 @@ class Piece:
 class TextStream:
     """The text of one sequence."""
 
-    def __init__(self, model: ModelText, *, stops: Sequence[str] = (), tokens_min: int = 0) -> None:
+    def __init__(
+        self, model: ModelText, *, stops: Sequence[str] = (), tokens_min: int = 0, entries: bool = True
+    ) -> None:
+        """Without `entries` pieces are text alone, which is cheaper."""
         self._model = model
+        self._entries = entries
         self._stops = tuple(stops)
         self._tokens_min = tokens_min
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -56,9 +60,10 @@ class TextStream:
         offset = self._released + len(self._held)
         if not self._model.is_special(token):
             self._held += self._decode(self._model.piece(token))
-        pending = bool(self._utf8.getstate()[0])
-        end = self._released + len(self._held) + pending  # a half character will be at least one more
-        self._waiting.append((Entry(token, offset, logprobs), end))
+        if self._entries:
+            pending = bool(self._utf8.getstate()[0])
+            end = self._released + len(self._held) + pending  # a half character will be at least one more
+            self._waiting.append((Entry(token, offset, logprobs), end))
         return self._advance()
 
     def finish(self) -> Piece:
