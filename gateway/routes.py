@@ -74,6 +74,11 @@ def _reply(answer: Answer) -> ASGIApp:
     return reply
 
 
+def _gateway_of(scope: Scope) -> Gateway:
+    """For the routes that are in a hurry: two dependencies are two tasks, each time."""
+    return provide_gateway(scope["litestar_app"].state)
+
+
 _OPERATION = "operation"
 
 
@@ -102,9 +107,9 @@ _GENERATION: tuple[Where, ...] = (*_TEXT, "generation")
     status_code=200,
     opt={_OPERATION: Operation(answer=ChatCompletion, body=ChatRequest, events=ChatChunk, fails=_GENERATION)},
 )
-async def chat_completions(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> ASGIApp:
+async def chat_completions(scope: Scope) -> ASGIApp:
     """Answer a conversation."""
-    return _reply(await gateway.chat(exchange))
+    return _reply(await _gateway_of(scope).chat(exchange_of(scope)))
 
 
 @post(
@@ -113,9 +118,9 @@ async def chat_completions(gateway: NamedDependency[Gateway], exchange: NamedDep
     status_code=200,
     opt={_OPERATION: Operation(answer=Completion, body=CompletionRequest, events=CompletionChunk, fails=_GENERATION)},
 )
-async def completions(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> ASGIApp:
+async def completions(scope: Scope) -> ASGIApp:
     """Continue a text."""
-    return _reply(await gateway.complete(exchange))
+    return _reply(await _gateway_of(scope).complete(exchange_of(scope)))
 
 
 @post(
