@@ -8,6 +8,7 @@
 import argparse
 import asyncio
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -66,6 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
             return EXIT_CANNOT_START
         if options.workers > 1:
             structlog.contextvars.bind_contextvars(worker=options.worker)  # in each line of this process
+        gc.collect()
+        gc.freeze()  # What is loaded stays: no collection need walk through it while tokens wait.
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         runner.run(serve(application, listener))
     return 0
