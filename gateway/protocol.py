@@ -81,7 +81,6 @@ class Bounded(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
-        self.scope[_FLOW_KEY] = self.flow  # type: ignore[literal-required]
 
     def data_received(self, data: bytes) -> None:
         if not self._answering and not self._in_head:
@@ -94,6 +93,7 @@ class Bounded(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope[_FLOW_KEY] = self.flow  # type: ignore[literal-required]
         self._in_head, self._head_bytes = True, 0
         self._expect_head()
 
