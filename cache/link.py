@@ -160,6 +160,8 @@ class Link:
             timeout_s = max(0.0, timeout_s - (clock.now_ns() - began_ns) / 1e9)
         reply = await wire.send(words, timeout_s)
         if isinstance(reply, hiredis.ReplyError):
+            if str(reply).startswith("READONLY"):
+                wire.retire()  # the master is another one by now: look again where
             raise _of_reply(reply)
         return reply
 

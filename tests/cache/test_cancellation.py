@@ -18,6 +18,7 @@ from tests.cache.proxy import Proxy, proxying
 from tests.cache.servers import Server
 
 SAY = Script("return {KEYS[1], ARGV[1]}")
+SET = Script("redis.call('SET', KEYS[1], '1', 'PX', 1000) return {}")
 
 
 @pytest.fixture
@@ -164,6 +165,20 @@ async def test_what_is_under_way_when_a_connection_retires_is_still_answered(
     async with asyncio.timeout(10):
         while proxy.open:
             await asyncio.sleep(0.005)
+
+
+async def test_a_master_that_was_demoted_is_left(own_valkey: Server, open_store: OpenStore, tmp_path: Path) -> None:
+    """Its name, or its sentinels, lead to another one by now; on the old connection nobody would ever find out."""
+    assert isinstance(own_valkey.address, Path)
+    async with proxying(own_valkey.address, tmp_path / "p") as proxy:
+        store = open_store(f"unix://{proxy.path}")
+        await store.run(SET, ["x:{x}"], [""])
+        own_valkey.ask("REPLICAOF", "127.0.0.1", "1")
+        with pytest.raises(Unavailable, match="READONLY"):
+            await store.run(SET, ["x:{x}"], [""])
+        own_valkey.ask("REPLICAOF", "NO", "ONE")
+        await store.run(SET, ["x:{x}"], [""])
+        assert proxy.connections == 2
 
 
 async def test_a_busy_event_loop_is_not_held_against_the_server(valkey: Server, open_store: OpenStore) -> None:
