@@ -94,7 +94,8 @@ def _tls_of(url: RedisUrl) -> ssl.SSLContext:
         if "ssl_certfile" in files:
             context.load_cert_chain(files["ssl_certfile"], files.get("ssl_keyfile"))
     except (OSError, ssl.SSLError) as error:
-        raise Misconfigured(f"{OPTION}: cannot use the files of its ssl_ parameters: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise Misconfigured(f"{OPTION}: cannot use the files of its ssl_ parameters: {reason}") from error
     return context
 
 

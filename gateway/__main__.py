@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             logs.configure(options.log_level, options.log_format, withheld=True)
             withhold.install()
             listener = stack.enter_context(open_listener(options))
-            application = Application(options, load(Path(options.model)))
+            application = Application(options, load(Path(options.model)) if options.engines else None)
         except (CannotStart, VocabularyError, ExportConfigError, Misconfigured, ValueError) as error:
             print(f"gateway: {error}", file=sys.stderr)
             return EXIT_CANNOT_START
@@ -79,8 +79,8 @@ def _options(raw: str) -> GatewayOptions:
         options = msgspec.json.decode(raw, type=GatewayOptions)
     except msgspec.DecodeError as error:
         raise CannotStart(f"bad options: {error}") from None
-    if not options.engines:
-        raise CannotStart("bad options: at least one engine is needed")
+    if not options.engines and not options.upstreams:
+        raise CannotStart("bad options: at least one engine or upstream is needed")
     if not 0 <= options.worker < options.workers:
         raise CannotStart(f"bad options: there is no worker {options.worker} of {options.workers}")
     for address in options.engines:

@@ -87,6 +87,11 @@ class Ticket:
         if reservation.source != "unlimited":
             self.reserved_tokens = reservation.tokens
 
+    def recount(self, prompt_tokens: int) -> None:
+        """So long was the prompt, which could only be estimated before."""
+        if self._held is not None:
+            self._held = (*self._held[:2], prompt_tokens)
+
     async def settle(self, *, output_tokens: int, complete: bool) -> None:
         """
         The request's end, as far as the engine is concerned.  What comes later does nothing.
@@ -102,11 +107,13 @@ class Ticket:
         """
         The end of a request whose client was not told of one: it left.  What was computed for it is charged.
 
-        Also before its first token: only a failure of ours is free.
+        Also before its first token: only a failure of ours is free.  Nobody knows how far an upstream came with a
+        prompt that it was sent: the whole of it is charged.
         """
         if self._held is not None:
             _, _, prompt_tokens = self._held
-            computed = prompt_tokens if record.output_tokens else min(prompt_tokens, record.computed_tokens)
+            whole = record.output_tokens or record.states.get("upstream")
+            computed = prompt_tokens if whole else min(prompt_tokens, record.computed_tokens)
             await self._settle(computed, record.output_tokens)
 
     async def _settle(self, prompt_tokens: int, output_tokens: int, *, whole: bool = False) -> None:

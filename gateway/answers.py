@@ -155,7 +155,7 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A model that is served; null is what no engine has said yet."""
+    """A model that is served; null is what no engine has said yet, and upstreams never say."""
 
     id: str
     object: Literal["model"]
@@ -197,6 +197,16 @@ class Engine(msgspec.Struct, frozen=True):
     details: dict[str, AnyJson]
 
 
+class Upstream(msgspec.Struct, frozen=True):
+    """A server that answers for other models."""
+
+    name: str
+    model: str
+    status: Literal["ok", "trouble"]
+    reason: str | None
+    requests_in_flight: int
+
+
 class Health(msgspec.Struct, frozen=True):
     """`degraded`: the server for keys and limits is away."""
 
@@ -204,14 +214,16 @@ class Health(msgspec.Struct, frozen=True):
     model: str
     reproducible: bool | None
     engines: list[Engine]
+    upstreams: list[Upstream] | UnsetType = UNSET
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Whether requests would be served; by engine, what is wrong with it."""
+    """Whether requests would be served; by engine and by upstream, what is wrong with it."""
 
     status: Literal["ready", "not ready"]
     reason: str | None
     engines: dict[str, str]
+    upstreams: dict[str, str] | UnsetType = UNSET
 
 
 class DebugRequest(msgspec.Struct, frozen=True):

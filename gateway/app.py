@@ -2,6 +2,7 @@
 The application: all parts put together, and taken apart again.
 """
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -26,14 +27,19 @@ from gateway.routes import HANDLERS, on_api_error, on_crash, on_http_error, prov
 from gateway.service import Gateway
 from gateway.siblings import Siblings
 from gateway.tokens import ModelText
+from gateway.upstreams import Upstreams
 from telemetry.hub import Hub
 
 
 class Application:
     """A gateway that can be served: `front` is the ASGI application."""
 
-    def __init__(self, options: GatewayOptions, text: ModelText, hub: Hub | None = None) -> None:
-        """Raises ExportConfigError where the settings for traces make no sense, Misconfigured those for keys."""
+    def __init__(self, options: GatewayOptions, text: ModelText | None, hub: Hub | None = None) -> None:
+        """
+        `text` is None where all models are those of upstreams.
+
+        Raises ExportConfigError where the settings for traces make no sense, Misconfigured those for keys.
+        """
         self.options = options
         self.hub = hub or Hub(
             model=options.model_name,
@@ -47,7 +53,9 @@ class Application:
         self.backend = Backend(options, self.hub, _index(options, self.admission), suspects)
         self.hub.watch_limits(self.admission.view)
         self.siblings = Siblings(options, self.hub)
-        self.gateway = Gateway(options, text, self.backend, self.hub, self.admission, self.siblings)
+        self.upstreams = Upstreams(options, os.environ)
+        self.hub.watch_upstreams(tuple(self.upstreams.pools), self.upstreams.views)
+        self.gateway = Gateway(options, text, self.backend, self.hub, self.admission, self.siblings, self.upstreams)
         self._text = text
         litestar = Litestar(
             route_handlers=list(HANDLERS),
@@ -76,15 +84,18 @@ class Application:
         await self.hub.start()
         await self.admission.start()
         await self.backend.start()
+        await self.upstreams.start()
         try:
             yield
         finally:
             await self.front.drained()
+            await self.upstreams.stop()
             await self.backend.stop()
             await self.admission.stop()
             await self.siblings.stop()
             await self.hub.stop()
-            self._text.close()
+            if self._text is not None:
+                self._text.close()
 
 
 def _index(options: GatewayOptions, admission: Admission) -> PrefixIndex | None:

@@ -13,7 +13,7 @@ engine: what it is sent as next is its prompt and its output so far, and the res
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -41,6 +41,8 @@ class Flight:
         self.running = 0
         """Of the calls, those that have not finished."""
         self.error: ApiError | None = None
+        self.on_interrupt: list[Callable[[], None]] = []
+        """For those who do not wait for news of calls, but for an upstream."""
         self._news = asyncio.Event()
 
     @property
@@ -52,6 +54,8 @@ class Flight:
         """Something ends the whole request; the first such thing counts."""
         self.error = self.error or error
         self._news.set()
+        for tell in self.on_interrupt:
+            tell()
 
     def wake(self) -> None:
         """A call has news."""

@@ -2,7 +2,11 @@
 The gateway's configuration: parsed once into a frozen value.
 """
 
-from typing import Literal
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -12,16 +16,99 @@ POLICIES: tuple[Policy, ...] = ("round-robin", "least-tokens", "prefix")
 REDIS_URL_VARIABLE = "PELLUCID_REDIS_URL"
 """It may hold a password, so it is not among the arguments, which everybody on the machine can read."""
 
+UPSTREAMS_MAX = 64
+_UPSTREAM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+Seconds = Annotated[float, msgspec.Meta(ge=0.001, le=86_400)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class UpstreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A server with the OpenAI API that answers for a model.  Making a bad one raises ValueError."""
+
+    name: str
+    """For operators: in metrics, spans, logs and `/health`."""
+    url: str
+    """Its base, as an OpenAI client takes it: `http://10.0.0.7:8000/v1`.  Without a path, `/v1` is meant."""
+    model: Name
+    """The name under which clients know the model; several upstreams may serve one."""
+    upstream_model: Name = ""
+    """What the upstream calls it; empty: the same."""
+    api_key_env: str = ""
+    """The environment variable that holds its key."""
+    api_key_file: str = ""
+    """The file that holds its key, which nobody else may read."""
+    connect_timeout_s: Seconds = 5.0
+    """To look up its address, connect and, with https, shake hands."""
+    first_byte_timeout_s: Seconds = 120.0
+    """From the request to the first byte of a stream.  Of a whole answer that is the end: the request timeout holds."""
+    idle_timeout_s: Seconds = 60.0
+    """Between two pieces of an answer that has begun."""
+    probe_interval_s: Seconds = 10.0
+    """How often it is asked for its models, to see whether it is there."""
+    requests_max: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256
+    """In flight, from one gateway process."""
+
+    def __post_init__(self) -> None:
+        if not _UPSTREAM_NAME.fullmatch(self.name):
+            raise ValueError("name: 1 to 64 letters, digits, dots, dashes and underscores, beginning with no sign")
+        if not self.model.strip() or not (self.model + self.upstream_model).isprintable():
+            raise ValueError("model: a name is needed, in printable characters")
+        if trouble := _url_trouble(self.url):
+            raise ValueError(f"url: {trouble}")
+        if self.api_key_env and self.api_key_file:
+            raise ValueError("api_key_env and api_key_file: one of them, not both")
+        if self.api_key_env and not _VARIABLE.fullmatch(self.api_key_env):
+            raise ValueError("api_key_env: the name of an environment variable is needed, not the key itself")
+
+    @property
+    def base_url(self) -> str:
+        """What `/chat/completions` is put behind."""
+        return self.url.rstrip("/") if urlsplit(self.url).path.strip("/") else self.url.rstrip("/") + "/v1"
+
+
+def _url_trouble(url: str) -> str:
+    """What is wrong with the base of an upstream; empty: nothing.  Repeats nothing of it, it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return "not a URL"
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        return "http://HOST:PORT/v1 or https://... is expected"
+    if parts.username is not None or parts.password is not None:
+        return "a user or password does not belong into it: use api_key_env or api_key_file"
+    if "?" in url or "#" in url or not url.isascii() or not url.isprintable() or " " in url:
+        return "only scheme, host, port and path are expected, in ASCII and without spaces"
+    return ""
+
+
+def check_upstreams(upstreams: Iterable[UpstreamOptions]) -> None:
+    """Raises ValueError: they do not go together."""
+    names = Counter(upstream.name for upstream in upstreams)
+    for name, count in names.items():
+        if count > 1:
+            raise ValueError(f"{count} upstreams are named {name!r}: each needs a name of its own")
+    if names.total() > UPSTREAMS_MAX:
+        raise ValueError(f"{names.total()} upstreams, and {UPSTREAMS_MAX} are the most")
+
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `python -m gateway` is started with, as JSON."""
 
     model: str
-    """A Hugging Face directory or a GGUF file: the tokenizer and the chat template are read from it."""
+    """A Hugging Face directory or a GGUF file: for tokenizer and chat template.  Unused without engines."""
     model_name: str
     """The name under which clients know it."""
     engines: tuple[str, ...]
-    """Where the engine replicas listen: `unix:PATH` or `tcp:HOST:PORT`.  Their place here is their number."""
+    """
+    Where the engine replicas listen: `unix:PATH` or `tcp:HOST:PORT`.  Their place here is their number.
+
+    None: upstreams answer for everything.
+    """
+    upstreams: tuple[UpstreamOptions, ...] = ()
+    """Servers that answer for other models."""
     engine_secret: bytes = b""
     """What engines on a network must know, and we; the process takes it from its environment."""
     routing: Policy = "prefix"
@@ -88,3 +175,9 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def requests_here_max(self) -> int:
         """This worker's share of `requests_max`."""
         return -(-self.requests_max // self.workers)
+
+
+def elsewhere(options: GatewayOptions) -> tuple[str, ...]:
+    """The models that upstreams answer for, in their order: what is served here is served here."""
+    own = options.model_name if options.engines else None
+    return tuple(dict.fromkeys(one.model for one in options.upstreams if one.model != own))

@@ -6,10 +6,11 @@ struct (msgspec) -> rules that types cannot say.  What is accepted is in `gatewa
 that is checked, and the words for what is not.
 """
 
+import asyncio
 import difflib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Never, TypeVar
 
 import msgspec
@@ -32,8 +33,11 @@ from gateway.wire import (
     TokenizeRequest,
 )
 
+INLINE_BYTES_MAX = 64 * 1024
+"""Larger bodies are looked at on a thread."""
 FIELD_NAME_CHARS_MAX = 64  # of an unknown field, in the error message
 
+Result = TypeVar("Result")
 T = TypeVar("T", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -42,6 +46,11 @@ _NAMED = re.compile(r"^Object (?P<kind>missing required|contains unknown) field 
 _PART = re.compile(r"(?P<where>messages\[(?P<message>\d+)\]\.content\[(?P<part>\d+)\])(?:\.\w+)?")
 _TOKEN_ID_KEY = re.compile(TOKEN_ID_KEY)
 _INTEGER_MAX = 2.0**64  # beyond it nothing is an integer to us
+
+
+async def of_body(body: bytes, work: Callable[[], Result]) -> Result:
+    """What `work` makes of a body, without holding up the others."""
+    return work() if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(work)
 
 
 def decode(body: bytes, kind: type[T], *, depth_max: int) -> T:

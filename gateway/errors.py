@@ -70,13 +70,28 @@ TABLE = (
     Row(431, "request_too_large", "The headers are over the limit.", ("every",)),
     Row(500, "internal_error", "A fault of ours.", ("every",), (SERVER,)),
     Row(500, DEGENERATE, "The model's numbers are none, or one token repeats.", ("generation",), (SERVER,)),
-    Row(502, "bad_gateway", "The engine went away with the request.", ("generation",), (SERVER,)),
+    Row(
+        502,
+        "bad_gateway",
+        "The engine, or the upstream, failed with the request in its hands.",
+        ("generation",),
+        (SERVER,),
+    ),
     Row(503, "overloaded", "The queue is full.", ("generation",), (SERVER,), _AFTER),
-    Row(503, "no_healthy_engine", "No engine could take the request.", ("generation",), (SERVER,), _AFTER),
+    Row(
+        503,
+        "no_healthy_engine",
+        "No engine, or no upstream, could take the request.",
+        ("generation",),
+        (SERVER,),
+        _AFTER,
+    ),
     Row(503, "draining", "The server is shutting down.", ("generation",), (SERVER,), _AFTER),
     Row(503, "keys_unavailable", "API keys cannot be checked at the moment.", ("key",), (SERVER,), _AFTER),
     Row(503, "limits_unavailable", "Limits cannot be checked at the moment.", ("generation",), (SERVER,), _AFTER),
-    Row(504, "engine_timeout", "The engine was silent, or took too long.", ("generation",), (SERVER,)),
+    Row(
+        504, "engine_timeout", "The engine, or the upstream, was silent, or took too long.", ("generation",), (SERVER,)
+    ),
 )
 _TYPES = {(row.status, row.code): row.types[0] for row in TABLE}
 

@@ -22,6 +22,7 @@ from gateway.config import GatewayOptions
 from gateway.errors import ApiError
 from gateway.protocol import flow_of
 from gateway.stream import Tokens
+from gateway.upstream_answer import Relayed
 from telemetry import clock
 from telemetry.hub import Hub
 from telemetry.live import LiveRequest, accept_trace
@@ -67,6 +68,8 @@ class Exchange:
         self.outcome = ""  # as the route says; empty: the status says it
         self.answered = False  # the client has been sent all that there is: leaving now is no disconnect
         self.bill: Tokens | None = None  # once an answer is complete: what its usage says, shown or not
+        self.relayed = Relayed()  # what an upstream has done for it
+        self.on_close: list[Callable[[], None]] = []
         self.status = 0
         self._options = options
         self._hub = hub
@@ -190,6 +193,8 @@ class Exchange:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait({self._watching})
+        for end in self.on_close:
+            end()
         timeout_s = self._options.record_timeout_s
         running = [call for call in self.flight.calls if call.finish is None]
         for call in running:
@@ -219,7 +224,9 @@ class Exchange:
         )
 
     def _output_tokens(self) -> int:
-        return self.bill.output if self.bill is not None else sum(len(call.emitted) for call in self.flight.calls)
+        if self.bill is not None:
+            return self.bill.output
+        return sum(len(call.emitted) for call in self.flight.calls) + self.relayed.output_tokens
 
     def _last_ns(self) -> int:
         return max((call.finished_ns for call in self.flight.calls), default=0)
@@ -236,8 +243,8 @@ class Exchange:
             lives=last.lives if last else (),
         )
         records = [call.record for call in calls if call.record is not None]
-        bill = self.bill
-        first_ns = min((call.first_token_ns for call in calls if call.first_token_ns), default=0)
+        bill, relayed = self.bill, self.relayed
+        first_ns = min((call.first_token_ns for call in calls if call.first_token_ns), default=relayed.first_token_ns)
         return RequestRecord(
             request_id=self.request_id,
             tenant=self.live.tenant,
@@ -258,7 +265,7 @@ class Exchange:
             steps=_sum(records, "steps"),
             kv_block_ns=_sum(records, "kv_block_ns"),
             first_token_ns=first_ns - self.book.opened_ns if first_ns else 0,
-            gap_max_ns=max((record.gap_max_ns for record in records), default=0),
+            gap_max_ns=max((record.gap_max_ns for record in records), default=relayed.gap_max_ns),
             degenerate=next((record.degenerate for record in records if record.degenerate), ""),
             model=self.live.model,
             route=self.live.route,
@@ -269,6 +276,8 @@ class Exchange:
             replica=self.live.replica,
             routing=self.live.routing,
             promised_tokens=self.live.promised_tokens,
+            upstream=relayed.upstream,
+            usage_estimated=relayed.estimated,
         )
 
 

@@ -13,7 +13,7 @@ from typing import cast
 import msgspec
 
 from gateway import answers, errors, headers, wire
-from gateway.config import GatewayOptions
+from gateway.config import GatewayOptions, elsewhere
 from gateway.errors import ErrorBody, Row, Where
 from gateway.wire import NEUTRAL, PROMPTS, RULES, UNSUPPORTED, CompletionRequest, Json
 
@@ -64,7 +64,7 @@ def document(routes: Sequence[Route], options: GatewayOptions, *, version: str, 
     paths: dict[str, Json] = {}
     for route in routes:
         item = cast(Schema, paths.setdefault(_PARAMETER.sub(r"{\1}", route.path), {}))
-        item[route.method.lower()] = _operation(route)
+        item[route.method.lower()] = _operation(route.operation, route, options)
     bounds = {"depth": options.depth_max, "size": options.body_bytes_max, "wait_s": options.body_timeout_s}
     return {
         "openapi": "3.1.0",
@@ -87,8 +87,7 @@ def document(routes: Sequence[Route], options: GatewayOptions, *, version: str, 
     }
 
 
-def _operation(route: Route) -> Schema:
-    operation = route.operation
+def _operation(operation: Operation, route: Route, options: GatewayOptions) -> Schema:
     parameters: list[Json] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in _PARAMETER.findall(route.path)
@@ -96,16 +95,32 @@ def _operation(route: Route) -> Schema:
     found: Schema = {"operationId": route.name, "summary": route.summary, "parameters": parameters}
     if operation.body is not None:
         schema: Schema = {"$ref": _REF.format(name=operation.body.__name__)}
+        if operation.events is not None:
+            schema = _or_upstreams(schema, options)
         found["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
     if "key" in operation.fails:
         found["security"] = [{}, {"bearer": []}, {"x-api-key": []}]  # {}: while there are no keys
-    return found | {"responses": _responses(operation)}
+    return found | {"responses": _responses(operation, options)}
+
+
+def _or_upstreams(own: Schema, options: GatewayOptions) -> Schema:
+    """Or a body for a model of an upstream: all else in it is for the upstream to judge."""
+    models: list[Json] = [*elsewhere(options)]
+    if not models:
+        return own
+    theirs: Schema = {
+        "type": "object",
+        "description": "For a model of an upstream, which judges all other fields.",
+        "properties": {"model": {"enum": models}},
+        "required": ["model"],
+    }
+    return {"anyOf": [own, theirs]} if options.engines else theirs
 
 
 # ---- answers
 
 
-def _responses(operation: Operation) -> Schema:
+def _responses(operation: Operation, options: GatewayOptions) -> Schema:
     found: Schema = {}
     rows = [row for row in errors.TABLE if not {"every", *operation.fails}.isdisjoint(row.where)]
     for status in sorted({row.status for row in rows} - set(operation.statuses)):
@@ -114,26 +129,30 @@ def _responses(operation: Operation) -> Schema:
         found[str(status)] = {
             "description": operation.answer.__doc__ if operation.answer is not None else "As it is.",
             "headers": _headers(operation, ()),
-            "content": _content(operation),
+            "content": _content(operation, relayed=bool(elsewhere(options))),
         }
     return dict(sorted(found.items()))
 
 
-def _content(operation: Operation) -> Schema:
+def _content(operation: Operation, *, relayed: bool) -> Schema:
+    """What an upstream answers is passed on as it is: nothing is promised of it."""
     if operation.texts:
         return {text: {"schema": {"type": "string"}} for text in operation.texts}
     schema: Schema = {"type": "object"}
     if operation.answer is not None:
         schema = {"$ref": _REF.format(name=operation.answer.__name__)}
-    content: Schema = {JSON: {"schema": schema}}
-    if operation.events is not None:
-        content[EVENTS] = {"schema": _event(operation.events)}
-    return content
+    if operation.events is None:
+        return {JSON: {"schema": schema}}
+    theirs: list[Json] = [{"type": "object", "description": "What an upstream says."}] if relayed else []
+    alternatives: list[Json] = [schema, *theirs]
+    whole: Schema = {"anyOf": alternatives} if relayed else schema
+    return {JSON: {"schema": whole}, EVENTS: {"schema": _event(operation.events, theirs)}}
 
 
-def _event(kind: type[msgspec.Struct]) -> Schema:
+def _event(kind: type[msgspec.Struct], theirs: list[Json]) -> Schema:
     """One server-sent event."""
     parts: list[Json] = [{"$ref": _REF.format(name=name)} for name in (kind.__name__, ErrorBody.__name__)]
+    parts += theirs
     chunk: Schema = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": parts}}
     end: Schema = {"type": "string", "const": "[DONE]"}
     words = "With `stream`: events with nothing but data, the last of which is `[DONE]`, or an error and the end."

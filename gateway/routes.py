@@ -147,8 +147,8 @@ async def detokenize(gateway: NamedDependency[Gateway], exchange: NamedDependenc
 
 @get("/v1/models", guards=[authenticated], opt={_OPERATION: Operation(answer=Models, fails=("key",))})
 async def models(gateway: NamedDependency[Gateway]) -> Response[bytes]:
-    """The one model."""
-    return json_response({"object": "list", "data": [gateway.model()]})
+    """All models: ours, and those of upstreams."""
+    return json_response({"object": "list", "data": gateway.models.all()})
 
 
 @get(
@@ -157,11 +157,8 @@ async def models(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     opt={_OPERATION: Operation(answer=Model, fails=("key", "name"))},
 )
 async def model(gateway: NamedDependency[Gateway], model_id: FromPath[str]) -> Response[bytes]:
-    """The model by its name, which may hold slashes."""
-    name = model_id.removeprefix("/")
-    if name != gateway.options.model_name:
-        raise errors.model_not_found(name)
-    return json_response(gateway.model())
+    """A model by its name, which may hold slashes."""
+    return json_response(gateway.models.named(model_id.removeprefix("/")))
 
 
 @get("/health", opt={_OPERATION: Operation(answer=Health)})

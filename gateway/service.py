@@ -1,8 +1,10 @@
 """
 What the routes do: the gateway's parts, and the way of a request through them.
 
-    key -> place -> body -> decode -> model? -> template, tokens -> plan -> limits -> replica -> launch
-        -> events | whole answer -> limits settled
+    key -> place -> body -> whose model?
+        ours:            decode -> template, tokens -> plan -> limits -> replica -> launch -> events | whole answer
+        an upstream's:   check -> limits -> upstream -> events | whole answer, as they come
+    -> limits settled
 """
 
 import asyncio
@@ -15,20 +17,22 @@ from gateway.admission import Admission, Ticket
 from gateway.answers import Detokenized, Tokenized
 from gateway.backend import Backend
 from gateway.config import GatewayOptions
-from gateway.decode import T, check_token_ids, decode, split_prompts
+from gateway.decode import T, check_token_ids, decode, of_body, split_prompts
 from gateway.errors import ApiError
 from gateway.exchange import Exchange
 from gateway.generate import Asked, Event, Generation, parameters, plan, weight_attributes
+from gateway.models import Models
 from gateway.siblings import Siblings
 from gateway.stream import ChatWriter, CompletionWriter, Writer
 from gateway.template import TemplateError
 from gateway.tokens import ModelText
+from gateway.upstream import Pool
+from gateway.upstream_relay import Relay
+from gateway.upstream_request import Kind, model_in, read
+from gateway.upstreams import Upstreams
 from gateway.wire import RESERVED, ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, Json, TokenizeRequest
 from telemetry import clock
 from telemetry.hub import Hub
-
-DECODE_INLINE_BYTES_MAX = 64 * 1024
-"""Larger bodies are decoded on a thread."""
 
 Answer = tuple[dict[str, str], bytes | AsyncIterator[Event]]
 """Headers, and the whole body or the events of a stream."""
@@ -40,24 +44,33 @@ class Gateway:
     def __init__(
         self,
         options: GatewayOptions,
-        text: ModelText,
+        text: ModelText | None,
         backend: Backend,
         hub: Hub,
         admission: Admission,
         siblings: Siblings,
+        upstreams: Upstreams,
     ) -> None:
         self.admission = admission
         self.siblings = siblings
         self.options = options
-        self.text = text
+        self.upstreams = upstreams
+        self._text = text
         self.backend = backend
         self.hub = hub
         self.draining = False
         self.running: set[Exchange] = set()  # the engine has been given them: a drain waits for these
         self._places: set[Exchange] = set()  # those, and what is still being read or tokenized
-        self.started_s = int(time.time())
+        self.models = Models(options, backend, upstreams.pools)
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def text(self) -> ModelText:
+        """Of the model that is served here.  Raises ApiError: none is."""
+        if self._text is None:
+            raise errors.model_not_found(self.options.model_name)
+        return self._text
 
     # ---- the routes
 
@@ -71,8 +84,10 @@ class Gateway:
 
     async def chat(self, exchange: Exchange) -> Answer:
         """POST /v1/chat/completions.  Raises ApiError."""
-        await self._reserve(exchange)
-        asked = await self._read(exchange, ChatRequest)
+        body, pool = await self._take(exchange)
+        if pool is not None:
+            return await self._forward(exchange, "chat", pool, body)
+        asked = await self._decode(body, ChatRequest)
         self._admit(exchange, asked)
         exchange.book.enter("tokenize", clock.now_ns())
         prompt = await self._chat_tokens(asked.messages, asked.chat_template_kwargs)
@@ -89,8 +104,10 @@ class Gateway:
 
     async def complete(self, exchange: Exchange) -> Answer:
         """POST /v1/completions.  Raises ApiError."""
-        await self._reserve(exchange)
-        asked = await self._read(exchange, CompletionRequest)
+        body, pool = await self._take(exchange)
+        if pool is not None:
+            return await self._forward(exchange, "completion", pool, body)
+        asked = await self._decode(body, CompletionRequest)
         self._admit(exchange, asked)
         exchange.book.enter("tokenize", clock.now_ns())
         given = split_prompts(asked.prompt)
@@ -114,7 +131,7 @@ class Gateway:
 
     async def tokenize(self, exchange: Exchange) -> Tokenized:
         """POST /tokenize.  Raises ApiError."""
-        asked = await self._read(exchange, TokenizeRequest)
+        asked = await self._decode(await exchange.read_body(), TokenizeRequest)
         self._check_model(exchange, asked.model)
         if asked.messages is not None:
             wanted = asked.add_generation_prompt is not False
@@ -127,7 +144,7 @@ class Gateway:
 
     async def detokenize(self, exchange: Exchange) -> Detokenized:
         """POST /detokenize.  Raises ApiError."""
-        asked = await self._read(exchange, DetokenizeRequest)
+        asked = await self._decode(await exchange.read_body(), DetokenizeRequest)
         self._check_model(exchange, asked.model)
         check_token_ids(asked.tokens, self._vocab_size(), "tokens")
         return Detokenized(self.text.decode(asked.tokens))
@@ -141,11 +158,19 @@ class Gateway:
             raise await exchange.refused(errors.overloaded(message))
         self._places.add(exchange)
 
-    async def _read(self, exchange: Exchange, kind: type[T]) -> T:
+    async def _take(self, exchange: Exchange) -> tuple[bytes, Pool | None]:
+        """The body, and the fork: who answers for its model; None: engines of ours do, or nobody."""
+        await self._reserve(exchange)
         body = await exchange.read_body()
-        if len(body) <= DECODE_INLINE_BYTES_MAX:
-            return decode(body, kind, depth_max=self.options.depth_max)
-        return await asyncio.to_thread(decode, body, kind, depth_max=self.options.depth_max)
+        if not self.upstreams:
+            return body, None
+        model = await of_body(body, lambda: model_in(body))
+        if self._text is None and model not in ("", *self.upstreams.pools):
+            raise errors.model_not_found(model)
+        return body, self.upstreams.pools.get(model)
+
+    async def _decode(self, body: bytes, kind: type[T]) -> T:
+        return await of_body(body, lambda: decode(body, kind, depth_max=self.options.depth_max))
 
     def _admit(self, exchange: Exchange, asked: Asked) -> None:
         self._check_model(exchange, asked.model)
@@ -158,6 +183,8 @@ class Gateway:
             raise errors.draining()
 
     def _check_model(self, exchange: Exchange, model: str | None) -> None:
+        if model in self.upstreams.pools:
+            raise errors.invalid(f"The model {model[:100]!r} is served elsewhere, and so is its tokenizer.", "model")
         if model is not None and model != self.options.model_name:
             raise errors.model_not_found(model)
         exchange.ticket.check_model(self.options.model_name)
@@ -214,8 +241,7 @@ class Gateway:
         exchange.live.prompt_tokens = sum(len(message.prompt) for message in planned.messages)
         exchange.live.choices = len(planned.messages)
         exchange.live.parameters |= weight_attributes(hello.weights)
-        self.running.add(exchange)
-        self._idle.clear()
+        self._runs(exchange)
         generation = Generation(exchange, planned, self.text, self.options)
         return generation, hello, await generation.launch(placed)
 
@@ -226,6 +252,10 @@ class Gateway:
         if self.draining:
             raise errors.draining()
 
+    def _runs(self, exchange: Exchange) -> None:
+        self.running.add(exchange)
+        self._idle.clear()
+
     async def _answer(
         self, exchange: Exchange, asked: Asked, generation: Generation, writer: Writer
     ) -> bytes | AsyncIterator[Event]:
@@ -234,6 +264,23 @@ class Gateway:
             return generation.events(writer, include_usage=bool(options and options.include_usage))
         choices, tokens = await generation.collect()
         return writer.whole(choices, tokens)
+
+    # ---- the way of a request whose model is served elsewhere
+
+    async def _forward(self, exchange: Exchange, kind: Kind, pool: Pool, body: bytes) -> Answer:
+        exchange.live.model = pool.model
+        exchange.ticket.check_model(pool.model)
+        asked = await of_body(body, lambda: read(body, kind, self.options))
+        relay = Relay(exchange, pool, asked, self.upstreams)
+        self._check_wanted(exchange)
+        await self.admission.reserve(
+            exchange.ticket, prompt_tokens=asked.prompt_tokens, sequences=asked.choices, tokens_max=asked.tokens_max
+        )
+        self._check_wanted(exchange)
+        self._runs(exchange)
+        exchange.watch()
+        headers = await relay.ask()
+        return headers, _to_the_end(relay.events()) if asked.stream else await relay.whole()
 
     # ---- the end
 
@@ -269,12 +316,15 @@ class Gateway:
 
     def ready(self) -> tuple[bool, dict[str, Json]]:
         """Whether a new request would be served, and why not."""
-        troubles = self.backend.troubles()
+        troubles, others = self.backend.troubles(), self.upstreams.troubles()
         reason = "draining" if self.draining else ""
-        if not reason and len(troubles) == len(self.backend.replicas):
-            reason = "; ".join(f"engine {number} {trouble}" for number, trouble in troubles.items())
+        if not reason and len(troubles) == len(self.backend.replicas) and not self.upstreams.ready():
+            reasons = [f"engine {number} {trouble}" for number, trouble in troubles.items()]
+            reason = "; ".join([*reasons, *(f"upstream {name} {trouble}" for name, trouble in others.items())])
         state: dict[str, Json] = {"status": "not ready" if reason else "ready", "reason": reason or None}
-        return not reason, state | {"engines": dict(troubles), "degraded": self.admission.trouble or None}
+        state["engines"] = dict(troubles)
+        state["degraded"] = self.admission.trouble or None
+        return not reason, state | ({"upstreams": dict(others)} if self.upstreams else {})
 
     def health(self) -> dict[str, Json]:
         """That the process is alive, and what it serves."""
@@ -292,13 +342,14 @@ class Gateway:
         ]
         reproducible = all(hello.reproducible for hello in hellos) if hellos else None
         trouble = self.admission.trouble
-        return {
+        state: dict[str, Json] = {
             "status": "degraded" if trouble else "ok",
             "degraded": trouble or None,
             "model": self.options.model_name,
             "reproducible": reproducible,
             "engines": engines,
         }
+        return state | ({"upstreams": self.upstreams.health()} if self.upstreams else {})
 
     async def debug_requests(self, ticket: Ticket) -> dict[str, Json]:
         """The newest requests of all workers, as far as they are for these eyes."""
@@ -314,32 +365,14 @@ class Gateway:
         missing = f" Workers that do not answer: {silent['workers_silent']}." if silent else ""
         raise ApiError(404, "not_found", f"No such request is remembered.{missing}", outcome="not_found")
 
-    def model(self) -> dict[str, Json]:
-        """The model object."""
-        context_max = min((hello.context_max for hello in self.backend.hellos()), default=None)
-        return {
-            "id": self.options.model_name,
-            "object": "model",
-            "created": self.started_s,
-            "owned_by": "pellucid",
-            "max_model_len": context_max,
-            "quantization": self._quantization(),
-        }
-
-    def _quantization(self) -> Json:
-        """In which numbers the weights are held; null while no engine has said so."""
-        weights = next((hello.weights for hello in self.backend.hellos()), None)
-        if weights is None:
-            return None
-        return {
-            "scheme": weights.label,
-            "method": weights.method,
-            "bits": weights.bits or None,
-            "group_size": weights.group_size if weights.group_size > 0 else None,
-            "origin": weights.origin,
-        }
-
 
 def _where(index: int, given: Sequence[str | list[int]], asked: CompletionRequest) -> str:
     several = isinstance(asked.prompt, list) and (len(given) > 1 or isinstance(asked.prompt[0], str | list))
     return f"prompt[{index}]" if several else "prompt"
+
+
+async def _to_the_end(events: AsyncIterator[bytes]) -> AsyncIterator[Event]:
+    """Events of which nobody knows whether one is the last."""
+    async for data in events:
+        yield data, True
+    yield b"", False

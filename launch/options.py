@@ -3,16 +3,17 @@ The settings of `pellucid serve`: one table, from which flags, environment varia
 
 A setting is taken from its flag, else from its `PELLUCID_*` variable, else from the TOML file, else it has its
 default.  What nobody knows is an error in each of the three places, and the message names the nearest known one.
+Upstreams are in the file alone: launch.upstreams.
 """
 # long: one table, and people look for a setting in one place.
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
 
-from gateway.config import POLICIES, Policy
+from gateway.config import POLICIES, Policy, UpstreamOptions
 from launch.errors import UserError
 from launch.parse import (
     nearest,
@@ -29,6 +30,7 @@ from launch.parse import (
     whole,
 )
 from launch.sizes import KvMemory, parse_bytes, parse_kv_memory
+from launch.upstreams import TABLE, parse_upstreams
 
 PREFIX = "PELLUCID_"
 OTHER_VARIABLES = frozenset(
@@ -335,7 +337,7 @@ BY_NAME = {option.name: option for option in OPTIONS}
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings, parsed.  One field per row of OPTIONS."""
+    """The settings, parsed.  One field per row of OPTIONS, and the upstreams."""
 
     model: str
     model_name: str
@@ -372,6 +374,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     otlp_endpoint: str
     log_level: str
     log_format: str
+    upstreams: tuple[UpstreamOptions, ...]
 
 
 def read_options(flags: Given, environ: Mapping[str, str], config: str | None = None) -> ServeOptions:
@@ -383,10 +386,10 @@ def read_options(flags: Given, environ: Mapping[str, str], config: str | None = 
         environ: the environment; PELLUCID_CONFIG may name the file.
         config: the TOML file of `--config`.
     """
-    _refuse_unknown_variables(environ)
     file = config or environ.get(PREFIX + "CONFIG") or ""
-    from_file = read_file(Path(file)) if file else {}
-    values: dict[str, Value] = {}
+    from_file, upstreams = read_file(Path(file)) if file else ({}, ())
+    _refuse_unknown_variables(environ, {one.api_key_env for one in upstreams})
+    values: dict[str, Value | tuple[UpstreamOptions, ...]] = {"upstreams": upstreams}
     for option in OPTIONS:
         place, text = _find(option, flags, environ, from_file, file)
         try:
@@ -410,26 +413,27 @@ def _find(
     return f"default of {option.flag}", option.default
 
 
-def read_file(path: Path) -> dict[str, str]:
-    """The settings in a TOML file, as text by option name.  Raises UserError."""
+def read_file(path: Path) -> tuple[dict[str, str], tuple[UpstreamOptions, ...]]:
+    """The settings in a TOML file, as text by option name, and the upstreams.  Raises UserError."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot read the configuration: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a TOML file: {error}") from error
+    upstreams = parse_upstreams(table.pop(TABLE, []), str(path))
     settings = {}
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in BY_NAME:
-            raise UserError(f"{path}: unknown key {key!r}{nearest(name, BY_NAME)}")
+            raise UserError(f"{path}: unknown key {key!r}{nearest(name, [*BY_NAME, TABLE])}")
         repeats = BY_NAME[name].repeats and isinstance(value, list) and all(isinstance(part, str) for part in value)
         if not repeats and not isinstance(value, str | int | float | bool):
             raise UserError(f"{path}: {key}: a plain value is expected, not a {type(value).__name__}")
         if name in settings:
             raise UserError(f"{path}: {key!r} stands there twice")
         settings[name] = _as_text(tuple(value) if isinstance(value, list) else value)
-    return settings
+    return settings, upstreams
 
 
 def _as_text(value: str | float | bool | tuple[str, ...]) -> str:
@@ -438,8 +442,8 @@ def _as_text(value: str | float | bool | tuple[str, ...]) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
-    known = {option.variable for option in OPTIONS} | OTHER_VARIABLES
+def _refuse_unknown_variables(environ: Mapping[str, str], keys: Collection[str]) -> None:
+    known = {option.variable for option in OPTIONS} | OTHER_VARIABLES | {*keys}
     for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in known:
             raise UserError(f"unknown variable {variable} in the environment{nearest(variable, known)}")

@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cache.errors import Misconfigured
 from engine.config import EngineOptions
 from gateway.config import REDIS_URL_VARIABLE, GatewayOptions
+from gateway.upstream_key import read_key
 from launch.address import bound, check_host, reachable
 from launch.errors import UserError
 from launch.fleet import all_engines, all_workers, engine_children, engine_socket, worker_children, worker_socket
@@ -44,12 +46,16 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
     refuse_optimized()
     check_host(options.host, allowed=lambda: options.insecure_open or keys_exist(options, environ))
     secret = check_engines(options, environ)
+    check_upstream_keys(options, environ)
     with bound(options.host, options.port, "--port (make serve PORT=...)") as listener:
         data = data_dir(options.data_dir, environ)
-        model, draft = models_of(options, data)
-        kv_bytes = check_memory(options, model, draft, replicas=options.replicas)
+        has_engines = bool(options.replicas or options.engine)  # else upstreams serve all models
+        model, draft = models_of(options, data) if has_engines else (None, None)
+        kv_bytes = check_memory(options, model, draft, replicas=options.replicas) if model is not None else 0
         with run_dir(data) as folder:
-            engines = all_engines(engine_options(options, model, data / PACKED, kv_bytes, draft), options, folder)
+            engines = []
+            if model is not None:
+                engines = all_engines(engine_options(options, model, data / PACKED, kv_bytes, draft), options, folder)
             redis_url, companions = key_server(options, data, folder)
             addresses = (*(engine.listen for engine in engines), *options.engine)
             gateway = gateway_options(options, model, listener, addresses, pepper_file(options, data))
@@ -62,10 +68,11 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
                 on_drained=listener.close,  # nobody takes what comes now
             )
             memory = f", with {format_bytes(kv_bytes)} for keys and values" if engines else ""
-            out(f"Starting {gateway.model_name} from {model.path}{memory}.")
+            named = gateway.model_name or options.upstreams[0].model
+            out(f"Starting {named}{f' from {model.path}' if model is not None else ', behind upstreams'}{memory}.")
 
             async def listening() -> None:
-                if not options.engine:  # else one may be there already
+                if engines and not options.engine:  # else one may be there already
                     await until_any_exists([engine_socket(folder, engine.replica) for engine in engines], say)
 
             async def ready() -> None:
@@ -73,7 +80,7 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
                 await until_ready(host, gateway.port, say)
                 start_s = time.monotonic() - started_s
                 serving, cold = await first_look(host, gateway.port)
-                out(banner(gateway.model_name, host, gateway.port, start_s, cold, missing(serving, len(addresses))))
+                out(banner(named, host, gateway.port, start_s, cold, missing(serving, len(addresses))))
 
             return asyncio.run(supervisor.run(listening, ready))
 
@@ -113,8 +120,11 @@ def keys_exist(options: ServeOptions, environ: dict[str, str]) -> bool:
 
 def check_engines(options: ServeOptions, environ: dict[str, str]) -> dict[str, str]:
     """That there are any, and not too many; what the processes' environment must have for them.  Raises UserError."""
-    if not options.replicas and not options.engine:
-        raise UserError("--replicas 0 leaves no engine: name one with --engine, or start one here")
+    if not options.replicas and not options.engine and not options.upstreams:
+        raise UserError(
+            "--replicas 0 leaves no engine: name one with --engine, start one here, "
+            "or put [[upstream]] tables into the file of --config"
+        )
     if options.replicas + len(options.engine) > REPLICAS_MAX:
         raise UserError(f"--replicas and --engine: more than {REPLICAS_MAX} engines are not supported")
     return engine_secret(options, environ) if options.engine else {}
@@ -131,6 +141,15 @@ def check_draft_model(options: ServeOptions) -> None:
     """A draft model guesses ahead, so that must not be turned off.  Raises UserError."""
     if options.draft_model and not options.speculative:
         raise UserError("--draft-model guesses ahead, and --speculative off forbids it: leave one of them out")
+
+
+def check_upstream_keys(options: ServeOptions, environ: dict[str, str]) -> None:
+    """That the keys are where the file says; the gateway reads them.  Raises UserError."""
+    for upstream in options.upstreams:
+        try:
+            read_key(upstream, environ)
+        except Misconfigured as error:
+            raise UserError(str(error)) from error
 
 
 def check_memory(options: ServeOptions, model: Model, draft: Model | None = None, *, replicas: int = 1) -> int:
@@ -237,13 +256,14 @@ def engine_options(
 
 
 def gateway_options(
-    options: ServeOptions, model: Model, listener: socket.socket, engines: tuple[str, ...], pepper: Path
+    options: ServeOptions, model: Model | None, listener: socket.socket, engines: tuple[str, ...], pepper: Path
 ) -> GatewayOptions:
     """What a gateway is told that is the only one."""
     return GatewayOptions(
-        model=str(model.path),
-        model_name=options.model_name or model.name,
+        model=str(model.path) if model is not None else "",
+        model_name=(options.model_name or model.name) if model is not None else "",
         engines=engines,
+        upstreams=options.upstreams,
         routing=options.routing,
         pepper_file=str(pepper),
         redis_named=bool(options.redis_url),

@@ -42,6 +42,8 @@ def _prompt_imbalance(record: RequestRecord) -> int:
     Each choice of a request computes what it does not find, but its prompt is billed once: the costs of several
     choices lie between one whole prompt and one for each.
     """
+    if record.upstream:  # It may say what it found, never what it computed.
+        return min(0, record.prompt_tokens - record.cached_tokens)
     paid = record.computed_tokens + record.cached_tokens
     served = record.steps > 0 or paid > 0  # Echo without generation never reaches the engine.
     if record.outcome in FINISHED_OUTCOMES and served and paid < record.prompt_tokens:

@@ -21,6 +21,7 @@ from telemetry.vocabulary import (
     PROMISES,
     STEP_BUCKETS_S,
     TOKEN_BUCKETS,
+    UPSTREAM_RESULTS,
     LimitsView,
     Metric,
     Point,
@@ -56,7 +57,19 @@ def _token_gap(record: RequestRecord) -> Points:
 
 def _was_admitted(record: RequestRecord) -> bool:
     """Whether the engine began with it: only then was the prefix cache asked."""
-    return record.computed_tokens + record.cached_tokens > 0
+    return not record.upstream and record.computed_tokens + record.cached_tokens > 0
+
+
+def _here(record: RequestRecord, tokens: int) -> int:
+    """Tokens of our engines: what upstreams say of theirs has a metric of its own."""
+    return 0 if record.upstream else tokens
+
+
+def _of_upstream(record: RequestRecord) -> Points:
+    if not record.upstream:
+        return []
+    counts = {"prompt": record.prompt_tokens, "cached": record.cached_tokens, "output": record.output_tokens}
+    return [((record.upstream, usage), count) for usage, count in counts.items()]
 
 
 def _promises(record: RequestRecord) -> Points:
@@ -175,9 +188,9 @@ REQUEST_METRICS = (
     Metric(
         name="pellucid_prompt_tokens_total",
         kind="counter",
-        help="Prompt tokens of ended requests, computed or found in the prefix cache.",
+        help="Prompt tokens of ended requests to our engines, computed or found in the prefix cache.",
         labels=("source",),
-        of_request=lambda r: [(("computed",), r.computed_tokens), (("cached",), r.cached_tokens)],
+        of_request=lambda r: [(("computed",), r.computed_tokens), (("cached",), _here(r, r.cached_tokens))],
         zeros=True,
     ),
     _request_counter(
@@ -204,7 +217,14 @@ REQUEST_METRICS = (
     _request_counter(
         "pellucid_prefix_cache_hit_tokens_total",
         "Prompt tokens that were found there; divide by the queries for the hit rate.",
-        lambda r: r.cached_tokens,
+        lambda r: _here(r, r.cached_tokens),
+    ),
+    Metric(
+        name="pellucid_upstream_tokens_total",
+        kind="counter",
+        help="Tokens of ended requests as the upstream says, or estimated; prompt tokens include the cached ones.",
+        labels=("upstream", "usage"),
+        of_request=_of_upstream,
     ),
     Metric(
         name="pellucid_routed_requests_total",
@@ -499,6 +519,30 @@ VIEW_METRICS = (
         join="least",
         divisor=NS_PER_S,
         of_view=lambda view: [((str(replica.replica),), replica.silent_ns) for replica in view.replicas],
+    ),
+    Metric(
+        name="pellucid_upstream_up",
+        kind="gauge",
+        help="Whether the upstream would be sent a request, by all gateway workers.",
+        labels=("upstream",),
+        join="least",
+        of_view=lambda view: [((one.name,), int(one.up)) for one in view.upstreams],
+    ),
+    Metric(
+        name="pellucid_upstream_requests_live",
+        kind="gauge",
+        help="Requests in the hands of the upstream.",
+        labels=("upstream",),
+        of_view=lambda view: [((one.name,), one.in_flight) for one in view.upstreams],
+    ),
+    Metric(
+        name="pellucid_upstream_attempts_total",
+        kind="counter",
+        help="Requests sent to the upstream, by what came of them; one that is sent to another as well counts at both.",
+        labels=("upstream", "result"),
+        of_view=lambda view: [
+            ((one.name, result), one.results.get(result, 0)) for one in view.upstreams for result in UPSTREAM_RESULTS
+        ],
     ),
     Metric(
         name="pellucid_kv_slots",

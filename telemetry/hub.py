@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -32,7 +32,7 @@ from telemetry.runtime import RuntimeSampler
 from telemetry.sink import Sink
 from telemetry.spans import request_spans, wall_offset_ns
 from telemetry.views import Json, JsonObject, kv_json, request_json, step_json
-from telemetry.vocabulary import LimitsView, ReplicaView, View
+from telemetry.vocabulary import LimitsView, ReplicaView, UpstreamView, View
 
 __all__ = ["Hub", "Json", "JsonObject", "LiveRequest", "TraceContext", "accept_trace"]
 
@@ -91,6 +91,7 @@ class Hub:
         self._sink: Sink[_Item] = Sink(items_max=RECORDS_MAX)
         self._recent = Recent(requests_max=REQUESTS_MAX, steps_max=STEPS_MAX, live_max=LIVE_MAX)
         self._metrics = Metrics(models=self._models)
+        self._upstreams: Callable[[], tuple[UpstreamView, ...]] = tuple
         self._drops: dict[str, int] = {"live_full": 0, "consumer_failed": 0}
         self._target = target(otlp_endpoint, os.environ)
         self._export: SpanExport | None = None
@@ -130,6 +131,12 @@ class Hub:
     def watch_limits(self, look: Callable[[], LimitsView | None]) -> None:
         """Where to look for what is true of keys and limits now."""
         self._limits = look
+
+    def watch_upstreams(self, models: Sequence[str], look: Callable[[], tuple[UpstreamView, ...]]) -> None:
+        """There are upstreams: for which models, and where to look how they are.  Before the first request."""
+        self._models = (*self._models, *models)
+        self._upstreams = look
+        self._metrics.learn(models=models, upstreams=[view.name for view in look()])
 
     # What people and scrapers ask.
 
@@ -274,6 +281,7 @@ class Hub:
         span_drops = self._export.drops() if self._export is not None else {}
         return View(
             replicas=tuple(replicas),
+            upstreams=self._upstreams(),
             live=dict(Counter(live.route for live in self._recent.live.values())),
             drops=self._drops | {"sink_full": self._sink.dropped, "log_lines": dropped_lines()} | span_drops,
             pending_records=len(self._sink),

@@ -101,7 +101,7 @@ def log_request(record: RequestRecord) -> None:
         prompt_tokens=record.prompt_tokens,
         cached_tokens=record.cached_tokens,
         output_tokens=record.output_tokens,
-        preemptions=record.preemptions,
+        **({"upstream": record.upstream} if record.upstream else {"preemptions": record.preemptions}),
     )
 
 

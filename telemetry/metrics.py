@@ -14,7 +14,7 @@ from telemetry.records import RequestRecord, StepRecord
 from telemetry.vocabulary import LABELS, OTHER, Metric, Points, View
 
 _NAMES_MAX = 64
-"""Models and replicas that get labels of their own."""
+"""Replicas that get labels of their own."""
 
 
 class Metrics:
@@ -22,6 +22,7 @@ class Metrics:
 
     def __init__(self, *, models: Iterable[str] = ()) -> None:
         self.models = frozenset(models)
+        self.upstreams: frozenset[str] = frozenset()
         self._sums: dict[str, dict[Labels, Amount]] = {metric.name: {} for metric in CATALOGUE}
         self._histograms: dict[str, dict[Labels, Histogram]] = {metric.name: {} for metric in CATALOGUE}
         self._by_name = {metric.name: metric for metric in CATALOGUE}
@@ -30,6 +31,11 @@ class Metrics:
         for metric in CATALOGUE:
             if metric.zeros:
                 self._begin(metric)
+
+    def learn(self, *, models: Iterable[str], upstreams: Iterable[str]) -> None:
+        """More values that labels may have."""
+        self.models |= frozenset(models)
+        self.upstreams |= frozenset(upstreams)
 
     def request(self, record: RequestRecord) -> None:
         """Count one ended request."""
@@ -106,6 +112,8 @@ class Metrics:
             return value in vocabulary
         if label == "replica":
             return value.isdecimal() and len(value) <= 2 and int(value) < _NAMES_MAX
+        if label == "upstream":
+            return value in self.upstreams
         return label == "version" or value in self.models
 
     def _seen(self, metric: Metric, view: View) -> dict[Labels, Amount]:

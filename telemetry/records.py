@@ -49,6 +49,7 @@ GATEWAY_STATES = (
     "dispatch",  # handed to the engine, which has not taken it yet: it takes messages between steps
     "lost",  # an engine had it that is gone, and its book with it
     "resume",  # waiting for another engine to take it up where it stood
+    "upstream",  # an upstream has it, and we wait for what it says next; what it is doing, nobody can tell
     "deliver",  # the engine has finished, its last frame is on the way
     "send",  # detokenize and write what is left
     "send_blocked",  # the client does not read
@@ -140,6 +141,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     reserved_tokens: int = 0  # of the limits of its key, before it ran; 0: nothing limits it, or it was refused
     charged_tokens: int = 0  # in their place, at its end
     charged_micros: int = 0  # what they cost, in millionths of the currency of the prices
+    upstream: str = ""  # who answered, where that was no engine of ours; its KV, steps and phases are not known
+    usage_estimated: bool = False  # the upstream has not said how many tokens there were
 
     def imbalance(self) -> int:
         """Nanoseconds of the request's life that no state accounts for."""

@@ -25,7 +25,7 @@ PHASES_MAX = SPANS_MAX - 3  # The request, its generation, and what no state acc
 PATH_CHARS_MAX = 200
 UNACCOUNTED = "unaccounted"
 """The phase of time that no state claims: a book that does not close is shown, not hidden."""
-SERVER_FAULTS = ("failed", "deadline", "shutdown", "engine_lost", "error")
+SERVER_FAULTS = ("failed", "deadline", "shutdown", "engine_lost", "upstream_failed", "error")
 """Outcomes that are our fault even where the status had been sent as 200 before."""
 
 
@@ -166,6 +166,20 @@ def _server_attributes(record: RequestRecord, live: LiveRequest | None, *, faile
     return attributes
 
 
+def _engine_attributes(record: RequestRecord) -> dict[str, Attribute]:
+    """What an upstream cannot tell us."""
+    return {
+        names.PREEMPTIONS: record.preemptions,
+        names.STEPS: record.steps,
+        names.COMPUTED_TOKENS: record.computed_tokens,
+        names.RECOMPUTED_TOKENS: record.recomputed_tokens,
+        names.DRAFTED_TOKENS: record.drafted_tokens,
+        names.DRAFT_ACCEPTED_TOKENS: record.draft_accepted_tokens,
+        names.DRAFT_REJECTED_TOKENS: record.draft_rejected_tokens,
+        names.KV_BLOCK_SECONDS: record.kv_block_ns / NS_PER_S,
+    }
+
+
 def _gen_ai_attributes(record: RequestRecord, live: LiveRequest | None, operation: str) -> dict[str, Attribute]:
     attributes: dict[str, Attribute] = {
         names.GEN_AI_OPERATION_NAME: operation,
@@ -177,20 +191,16 @@ def _gen_ai_attributes(record: RequestRecord, live: LiveRequest | None, operatio
         names.GEN_AI_USAGE_INPUT_TOKENS: record.prompt_tokens,
         names.GEN_AI_USAGE_OUTPUT_TOKENS: record.output_tokens,
         names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: record.cached_tokens,
-        names.PREEMPTIONS: record.preemptions,
-        names.STEPS: record.steps,
-        names.COMPUTED_TOKENS: record.computed_tokens,
-        names.RECOMPUTED_TOKENS: record.recomputed_tokens,
-        names.DRAFTED_TOKENS: record.drafted_tokens,
-        names.DRAFT_ACCEPTED_TOKENS: record.draft_accepted_tokens,
-        names.DRAFT_REJECTED_TOKENS: record.draft_rejected_tokens,
-        names.KV_BLOCK_SECONDS: record.kv_block_ns / NS_PER_S,
         names.TOKEN_GAP_MAX_SECONDS: record.gap_max_ns / NS_PER_S,
     }
     if record.routing:
         attributes |= {names.REPLICA: record.replica, names.ROUTING: record.routing}
     if record.promised_tokens is not None:
         attributes[names.PROMISED_TOKENS] = record.promised_tokens
+    if record.upstream:
+        attributes |= {names.UPSTREAM: record.upstream, names.USAGE_ESTIMATED: record.usage_estimated}
+    else:
+        attributes |= _engine_attributes(record)
     if record.choices != 1:
         attributes[names.GEN_AI_REQUEST_CHOICE_COUNT] = record.choices
     if record.stream and record.first_token_ns > 0:

@@ -17,8 +17,17 @@ def request_json(request: RequestRecord | LiveRequest, now_ns: int) -> JsonObjec
     return _live_json(request, now_ns) if isinstance(request, LiveRequest) else _record_json(request)
 
 
+_ENGINES_OWN = (
+    "computed_tokens", "recomputed_tokens", "drafted_tokens", "draft_accepted_tokens", "draft_rejected_tokens",
+    "preemptions", "resumes", "steps", "kv_block_ns", "degenerate", "replica", "routing", "promised_tokens",
+)  # fmt: skip
+"""What an upstream does not tell: left out, since 0 would be an invention."""
+
+
 def _record_json(record: RequestRecord) -> JsonObject:
     fields: JsonObject = msgspec.structs.asdict(record)
+    for name in _ENGINES_OWN if record.upstream else ("upstream", "usage_estimated"):
+        del fields[name]
     fields["e2e_ns"] = record.finished_ns - record.accepted_ns
     fields["imbalance_ns"] = record.imbalance()
     return fields

@@ -78,6 +78,7 @@ OUTCOMES = (
     "limits_unavailable",
     "engine_lost",
     "poisonous",
+    "upstream_failed",
     "error",
     OTHER,
 )
@@ -85,6 +86,8 @@ FINISHED_OUTCOMES = ("stop", "length")
 """The outcomes of a request that got all that it asked for."""
 STATES = GATEWAY_STATES[:3] + ENGINE_STATES + GATEWAY_STATES[3:]
 """All states in the order in which a life passes them."""
+UPSTREAM_RESULTS = ("complete", "refused", "rate_limited", "failed", "abandoned")
+"""What comes of a request to an upstream; refused: it was the client's fault; abandoned: the client left, or we did."""
 KV_PLACES = ("free", "cached_idle", "filled", "tail", "lookahead", "fenced")
 ROUTINGS = ("only", "turn", "least", "cached", "relief", "key", "first_block", "two_choices")
 """Why a request went to its replica: gateway.balance."""
@@ -111,6 +114,8 @@ LABELS: dict[str, tuple[str, ...]] = {
     "kind": (*DEGENERATE_KINDS, OTHER),
     "routing": (*ROUTINGS, OTHER),
     "promise": PROMISES,
+    "result": UPSTREAM_RESULTS,
+    "usage": ("prompt", "cached", "output"),
     "generation": ("0", "1", "2"),
     "level": LEVELS,
     "limit": LIMITS,
@@ -119,7 +124,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "gen_ai_provider_name": ("pellucid",),
 }
 """The vocabularies that are known when this is written."""
-DEPLOYMENT_LABELS = ("model", "gen_ai_request_model", "replica", "version", "epoch", "fingerprint")
+DEPLOYMENT_LABELS = ("model", "gen_ai_request_model", "replica", "upstream", "version", "epoch", "fingerprint")
 """Labels whose few values come from the deployment's configuration, never from a request."""
 
 LATENCY_BUCKETS_S = (
@@ -168,11 +173,23 @@ class LimitsView:
     """By level and limit."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamView:
+    """One upstream at the time of a scrape."""
+
+    name: str
+    up: bool
+    in_flight: int
+    results: dict[str, int]
+    """By UPSTREAM_RESULTS."""
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """What is not in any record but true now."""
 
     replicas: tuple[ReplicaView, ...] = ()
+    upstreams: tuple[UpstreamView, ...] = ()
     live: dict[str, int] = field(default_factory=dict)
     """Requests in flight by route."""
     drops: dict[str, int] = field(default_factory=dict)

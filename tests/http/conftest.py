@@ -9,14 +9,16 @@ from tempfile import TemporaryDirectory
 import msgspec
 import pytest
 
-from gateway.config import GatewayOptions
+from gateway.config import GatewayOptions, UpstreamOptions
 from gateway.tokens import load
+from gateway.upstream_breaker import Breaker
 from tests.cache import servers
 from tests.http.fake_engine import FakeEngine, greet_and_stop
 from tests.http.fleet import Fleet
 from tests.http.guard import Guard
 from tests.http.harness import MODEL, LiveGateway, ShellEngine
 from tests.http.model_files import EOS_ID, write_model
+from tests.http.scripted_upstream import UPSTREAM_MODEL, ScriptedUpstream
 
 
 @pytest.fixture(scope="session")
@@ -96,6 +98,79 @@ def custom(model_dir: Path, vocab_size: int, socket_path: str) -> Iterator[Custo
     for gateway, engine in started:
         gateway.stop()
         engine.stop()
+
+
+@pytest.fixture(scope="session")
+def _upstream_servers() -> Iterator[tuple[ScriptedUpstream, ScriptedUpstream]]:
+    servers = ScriptedUpstream(), ScriptedUpstream()
+    for server in servers:
+        server.start()
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def upstream(_upstream_servers: tuple[ScriptedUpstream, ScriptedUpstream]) -> ScriptedUpstream:
+    """A server that does as it is told."""
+    return _upstream_servers[0].fresh()
+
+
+@pytest.fixture
+def other_upstream(_upstream_servers: tuple[ScriptedUpstream, ScriptedUpstream]) -> ScriptedUpstream:
+    """Another one."""
+    return _upstream_servers[1].fresh()
+
+
+Relay = tuple[LiveGateway, ScriptedUpstream]
+Relaying = Callable[..., LiveGateway]
+
+
+@pytest.fixture
+def relaying() -> Iterator[Relaying]:
+    """`relaying(upstream, ..., idle_timeout_s=...)`: a gateway without engines, in front of these, for one test."""
+    started: list[LiveGateway] = []
+
+    def start(
+        *upstreams: ScriptedUpstream | str,
+        ready: bool = True,
+        gateway: dict[str, object] | None = None,
+        **changes: object,
+    ) -> LiveGateway:
+        live = LiveGateway(msgspec.structs.replace(relay_options(*upstreams, **changes), **(gateway or {})))
+        live.start(ready=ready)
+        started.append(live)
+        return live
+
+    yield start
+    for live in started:
+        live.stop()
+
+
+@pytest.fixture(scope="session")
+def _relay(_upstream_servers: tuple[ScriptedUpstream, ScriptedUpstream]) -> Iterator[LiveGateway]:
+    gateway = LiveGateway(relay_options(_upstream_servers[0], probe_interval_s=3600))
+    gateway.start()
+    yield gateway
+    gateway.stop()
+
+
+@pytest.fixture
+def relay(_relay: LiveGateway, upstream: ScriptedUpstream) -> Relay:
+    """A gateway without engines, and the one upstream behind it; what another test did to it is forgotten."""
+    [behind] = _relay.application.upstreams.upstreams
+    behind.breaker = Breaker()
+    behind.rests_until_ns = 0
+    return _relay, upstream
+
+
+def relay_options(*upstreams: ScriptedUpstream | str, **changes: object) -> GatewayOptions:
+    """A gateway that has nothing but upstreams, all for one model."""
+    urls = [one if isinstance(one, str) else one.url for one in upstreams]
+    common = {"model": "remote", "upstream_model": UPSTREAM_MODEL, **changes}
+    tables = ({"name": f"up{number}", "url": url, **common} for number, url in enumerate(urls))
+    behind = msgspec.convert(tuple(tables), tuple[UpstreamOptions, ...])
+    return GatewayOptions(model="", model_name="", engines=(), upstreams=behind)
 
 
 @pytest.fixture

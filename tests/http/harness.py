@@ -24,7 +24,7 @@ from gateway.__main__ import listen
 from gateway.app import Application
 from gateway.config import GatewayOptions
 from gateway.protocol import http_config
-from gateway.tokens import load
+from gateway.tokens import ModelText, load
 from telemetry.clock import CLOCK_ID
 from telemetry.hub import Hub
 from telemetry.records import RequestRecord
@@ -57,8 +57,8 @@ class LiveGateway:
     def __init__(self, options: GatewayOptions) -> None:
         self.options = options
         self.hub = RecordingHub(options.otlp_endpoint)
-        self.text = load(Path(options.model))
-        self.application = Application(options, self.text, self.hub)
+        self._text = load(Path(options.model)) if options.engines else None
+        self.application = Application(options, self._text, self.hub)
         self._listener = listen(options.host, 0)
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -68,7 +68,7 @@ class LiveGateway:
         self.loop = asyncio.new_event_loop()
 
     def start(self, *, ready: bool = True) -> None:
-        """Serve; with `ready`, until an engine is connected."""
+        """Serve; with `ready`, until an engine is connected, or an upstream has answered."""
         self._thread.start()
         self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
         if ready:
@@ -115,6 +115,12 @@ class LiveGateway:
     def connections(self) -> list[HttpToolsProtocol]:
         """Those that are open."""
         return [one for one in self._server.server_state.connections if isinstance(one, HttpToolsProtocol)]
+
+    @property
+    def text(self) -> ModelText:
+        """Of the model that it serves itself."""
+        assert self._text is not None
+        return self._text
 
     def connect(self) -> socket.socket:
         """A raw connection."""

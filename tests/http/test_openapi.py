@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import pytest
 import schemathesis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.config import GatewayOptions
+from gateway.config import GatewayOptions, UpstreamOptions
 from gateway.decode import decode, split_prompts, token_biases
 from gateway.errors import TABLE, ApiError
 from gateway.openapi import Schema, document
@@ -199,6 +200,22 @@ def test_what_each_route_says() -> None:
                 names = [name for name in response["headers"] if not name.startswith("x-ratelimit")]
                 lines.append(f"  {status} {' '.join(response['content'])} [{' '.join(names)}]")
     check_golden("openapi.txt", "\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("engines", [("unix:x",), ()])
+def test_models_of_upstreams_are_in_it(engines: tuple[str, ...]) -> None:
+    tables = [UpstreamOptions(name=name, url="http://h", model=name) for name in ("far", "tiny")]
+    options = msgspec.structs.replace(OPTIONS, engines=engines, upstreams=tuple(tables))
+    found: Any = document(routes(), options, version="1", sequences_max=128)
+    schemathesis.openapi.from_dict(found).validate()
+    for path, good in (("/v1/chat/completions", {"messages": [USER]}), ("/v1/completions", {"prompt": "a"})):
+        schema = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        allows = jsonschema_rs.Draft202012Validator({**schema, "components": found["components"]}).is_valid
+        assert allows({"model": "far", **good, "tools": [{"type": "function"}], "new": 1})
+        assert allows({"model": "tiny", **good})
+        assert allows({"model": "tiny", **good, "new": 1}) is not bool(engines), "what is served here is served here"
+        assert not allows(good)
+        assert not allows({"model": "another", **good})
 
 
 def test_it_is_served_to_everybody(guard: Guard, custom: Any) -> None:

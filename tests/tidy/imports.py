@@ -98,6 +98,7 @@ TABLE = (
             "engine.config",
             "engine.handshake",
             "gateway.config",
+            "gateway.upstream_key",
             "cache.embedded",
             "cache.errors",
             "cache.pepper",

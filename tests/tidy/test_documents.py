@@ -2,8 +2,10 @@
 
 import re
 
+import msgspec
 import pytest
 
+from gateway.config import UpstreamOptions
 from launch.keys import keys
 from launch.options import BY_NAME, OPTIONS, ServeOptions, markdown_table
 from pellucid import cli
@@ -14,6 +16,7 @@ from tests.tidy.imports import ROOT, TABLE, tracked
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+UPSTREAMS = (ROOT / "docs/upstreams.md").read_text()
 QUANTIZATION = (ROOT / "docs/quantization.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 QUANTIZE_FLAGS = {setting.flag for setting in quantize.SETTINGS} | {"--asym"}
@@ -40,7 +43,7 @@ def test_the_documents_name_no_option_that_does_not_exist() -> None:
     known |= QUANTIZE_FLAGS
     commands = [*keys.commands.values(), cli.commands["engine"]]
     known |= {name for command in commands for option in command.params for name in option.opts}
-    for text in (README, CHANGELOG, CONTRIBUTING, QUANTIZATION):
+    for text in (README, CHANGELOG, CONTRIBUTING, QUANTIZATION, UPSTREAMS):
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) - known == set()
 
 
@@ -54,8 +57,14 @@ def test_the_document_has_a_place_for_the_measured_table() -> None:
 
 
 def test_the_parsed_options_have_one_field_per_row() -> None:
-    assert ServeOptions.__struct_fields__ == tuple(option.name for option in OPTIONS)
+    assert ServeOptions.__struct_fields__ == (*(option.name for option in OPTIONS), "upstreams")
     assert len(BY_NAME) == len(OPTIONS)
+
+
+@pytest.mark.parametrize("field", msgspec.structs.fields(UpstreamOptions), ids=lambda field: field.name)
+def test_the_keys_of_upstreams_are_documented_with_their_defaults(field: msgspec.structs.FieldInfo) -> None:
+    default = f"`{field.default}`" if field.default not in ("", msgspec.NODEFAULT) else ""
+    assert f"| `{field.name}` | {default} |".replace("|  |", "| |") in UPSTREAMS
 
 
 def test_the_documents_name_only_make_targets_that_exist() -> None:

@@ -2,12 +2,14 @@
 Random records whose books close, as the real ones do.
 """
 
+import msgspec
 from hypothesis import strategies as st
 
 from telemetry.records import COMPUTE_PARTS, STEP_PARTS, KvBook, RequestRecord, StepRecord
 from telemetry.vocabulary import FINISHED_OUTCOMES, OUTCOMES, ROUTES, ROUTINGS, STATES
 
 MODEL = "tiny"
+UPSTREAM = "far"
 counts = st.integers(0, 5000)
 spans_ns = st.integers(0, 200_000_000_000)
 
@@ -25,7 +27,7 @@ def request_records(draw: st.DrawFn) -> RequestRecord:
     used = computed + cached + cut_short + output
     reserved = draw(st.integers(1, 5000)) if draw(st.booleans()) else 0
     charged = used if outcome in FINISHED_OUTCOMES else draw(st.integers(0, used))
-    return RequestRecord(
+    record = RequestRecord(
         request_id=draw(st.uuids()).hex,
         tenant=draw(st.sampled_from(("", "blue", "green"))),
         outcome=outcome,
@@ -57,6 +59,18 @@ def request_records(draw: st.DrawFn) -> RequestRecord:
         routing=draw(st.sampled_from(("", *ROUTINGS))),
         promised_tokens=draw(st.none() | counts),
     )
+    return record if draw(st.booleans()) else _of_upstream(record, estimated=draw(st.booleans()))
+
+
+def _of_upstream(record: RequestRecord, *, estimated: bool) -> RequestRecord:
+    """The same, but an upstream answered, which tells less."""
+    unknown = (
+        *("computed_tokens", "recomputed_tokens", "drafted_tokens", "draft_accepted_tokens", "draft_rejected_tokens"),
+        *("preemptions", "steps", "kv_block_ns"),
+    )
+    cached = 0 if estimated else record.cached_tokens
+    known = {"upstream": UPSTREAM, "usage_estimated": estimated, "cached_tokens": cached}
+    return msgspec.structs.replace(record, **dict.fromkeys(unknown, 0), **known)
 
 
 @st.composite

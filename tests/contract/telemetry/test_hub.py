@@ -181,6 +181,7 @@ def test_the_kv_answer_of_one_replica_is_its_book() -> None:
         (a_record(prompt_tokens=5, computed_tokens=4, steps=1, choices=3), "token"),
         (a_record(prompt_tokens=5, computed_tokens=11, cached_tokens=5, choices=3), "token"),
         (a_record(prompt_tokens=5, computed_tokens=11, cached_tokens=5, choices=3, outcome="abort"), "token"),
+        (a_record(prompt_tokens=5, cached_tokens=6, upstream="far"), "token"),
         (a_record(drafted_tokens=3, draft_accepted_tokens=1, draft_rejected_tokens=1), "token"),
         (a_record(prompt_tokens=5, computed_tokens=5, steps=1, reserved_tokens=9, charged_tokens=4), "limit"),
         (a_record(prompt_tokens=5, computed_tokens=5, steps=1, reserved_tokens=9, charged_tokens=6), "limit"),

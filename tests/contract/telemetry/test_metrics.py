@@ -27,9 +27,10 @@ from telemetry.vocabulary import (
     STATES,
     LimitsView,
     ReplicaView,
+    UpstreamView,
     View,
 )
-from tests.contract.telemetry.records_strategy import MODEL, request_records, step_records
+from tests.contract.telemetry.records_strategy import MODEL, UPSTREAM, request_records, step_records
 
 GOLDEN = Path(__file__).parent / "golden" / "metrics.prom"
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -60,6 +61,7 @@ def close(left: float, right_ns: int) -> bool:
 @given(records=st.lists(request_records(), max_size=12))
 def test_the_sums_over_requests_equal_the_metrics(records: list[RequestRecord]) -> None:
     metrics = Metrics(models=[MODEL])
+    metrics.learn(models=[], upstreams=[UPSTREAM])
     for record in records:
         metrics.request(record)
     series = read(metrics.text(View())[0])
@@ -79,16 +81,16 @@ def test_the_sums_over_requests_equal_the_metrics(records: list[RequestRecord]) 
     assert close(total(series, "pellucid_request_time_to_first_token_seconds_sum"), first_ns)
     block_ns = sum(record.kv_block_ns for record in records)
     assert close(total(series, "pellucid_request_kv_block_seconds_total"), block_ns)
-    finished_prompts = sum(record.prompt_tokens for record in records if record.outcome in FINISHED_OUTCOMES)
+    ours = [record for record in records if not record.upstream]
+    finished_prompts = sum(record.prompt_tokens for record in ours if record.outcome in FINISHED_OUTCOMES)
     cut_prompts = sum(
-        record.computed_tokens + record.cached_tokens for record in records if record.outcome not in FINISHED_OUTCOMES
+        record.computed_tokens + record.cached_tokens for record in ours if record.outcome not in FINISHED_OUTCOMES
     )
     assert total(series, "pellucid_prompt_tokens_total") == finished_prompts + cut_prompts
     for name, field in {
         "pellucid_output_tokens_total": "output_tokens",
         "pellucid_recomputed_tokens_total": "recomputed_tokens",
         "pellucid_draft_tokens_total": "drafted_tokens",
-        "pellucid_prefix_cache_hit_tokens_total": "cached_tokens",
     }.items():
         assert total(series, name) == sum(getattr(record, field) for record in records), name
     assert total(series, "pellucid_routed_requests_total") == sum(bool(record.routing) for record in records)
@@ -102,6 +104,16 @@ def test_the_sums_over_requests_equal_the_metrics(records: list[RequestRecord]) 
         assert total(series, "pellucid_limit_tokens_total", stage=stage) == tokens
     spent = sum(record.charged_micros for record in records) / 1e6
     assert math.isclose(total(series, "pellucid_limit_spend_total"), spent, rel_tol=1e-12)
+    hits = total(series, "pellucid_prefix_cache_hit_tokens_total")
+    assert (
+        hits
+        == sum(record.cached_tokens for record in ours)
+        <= total(series, "pellucid_prefix_cache_query_tokens_total")
+    )
+    theirs = [record for record in records if record.upstream]
+    for usage in ("prompt", "cached", "output"):
+        counted = total(series, "pellucid_upstream_tokens_total", upstream=UPSTREAM, usage=usage)
+        assert counted == sum(getattr(record, f"{usage}_tokens") for record in theirs)
 
 
 @settings(max_examples=60, deadline=None)
@@ -158,7 +170,14 @@ def test_a_client_cannot_make_series(word: str) -> None:
         odd = f"{word}{index}"
         metrics.request(
             RequestRecord(
-                request_id="r", accepted_ns=0, finished_ns=5, states={odd: 5}, model=odd, outcome=odd, route=odd
+                request_id="r",
+                accepted_ns=0,
+                finished_ns=5,
+                states={odd: 5},
+                model=odd,
+                outcome=odd,
+                route=odd,
+                upstream=odd,
             )
         )
     series = read(metrics.text(View(live={f"{word}1": 1, f"{word}2": 2}))[0])
@@ -166,7 +185,8 @@ def test_a_client_cannot_make_series(word: str) -> None:
     assert total(series, "pellucid_request_state_seconds_total", state=OTHER) == 20 * 5 / 1e9
     assert total(series, "pellucid_requests_live", route=OTHER) == 3
     histogram_lines = len(LATENCY_BUCKETS_S) + 3
-    assert len(series) <= before + 2 + histogram_lines
+    usages = len(LABELS["usage"])
+    assert len(series) <= before + 2 + usages + histogram_lines
 
 
 def test_books_and_drops_are_there_before_anything_has_happened() -> None:
@@ -232,6 +252,7 @@ def test_the_text_is_as_it_was() -> None:
 
 def _fixed() -> Metrics:
     metrics = Metrics(models=[MODEL])
+    metrics.learn(models=[], upstreams=[UPSTREAM])
     ms = 1_000_000
     chat = RequestRecord(
         request_id="a",
@@ -281,8 +302,27 @@ def _fixed() -> Metrics:
     )
     metrics.request(chat)
     metrics.request(refused)
+    metrics.request(_elsewhere(ms))
     metrics.step(step)
     return metrics
+
+
+def _elsewhere(ms: int) -> RequestRecord:
+    return RequestRecord(
+        request_id="c",
+        outcome="stop",
+        accepted_ns=0,
+        finished_ns=50 * ms,
+        states={"parse": ms, "dispatch": 2 * ms, "upstream": 45 * ms, "send": 2 * ms},
+        prompt_tokens=20,
+        cached_tokens=8,
+        output_tokens=5,
+        first_token_ns=30 * ms,
+        model=MODEL,
+        route="/v1/chat/completions",
+        status=200,
+        upstream=UPSTREAM,
+    )
 
 
 def _view() -> View:
@@ -291,6 +331,7 @@ def _view() -> View:
     )
     return View(
         replicas=(ReplicaView(replica=0, up=True, restarts=1, silent_ns=250_000_000, step=step),),
+        upstreams=(UpstreamView(name=UPSTREAM, up=True, in_flight=1, results={"complete": 1, "failed": 2}),),
         live={"/v1/chat/completions": 2},
         drops={"sink_full": 3},
         resident_bytes=123_456_789,

@@ -147,6 +147,20 @@ def test_the_generation_span_says_what_the_conventions_ask_for() -> None:
         assert all(key.startswith("pellucid.") for key in leaf.attributes)
 
 
+def test_of_an_upstream_the_span_says_what_is_known() -> None:
+    record = a_record(upstream="far", usage_estimated=True, states={"parse": 10, "upstream": 90})
+    record = msgspec.structs.replace(record, finished_ns=record.accepted_ns + 100)
+    _, chat, *leaves = request_spans(record, a_live(), offset_ns=OFFSET_NS)
+    assert [leaf.name for leaf in leaves] == ["parse", "upstream"]
+    assert chat.attributes["pellucid.upstream"] == "far" and chat.attributes["pellucid.usage.estimated"] is True
+    own = request_spans(a_record(), a_live(), offset_ns=OFFSET_NS)[1].attributes.keys()
+    assert own - chat.attributes.keys() == {
+        *("pellucid.preemptions", "pellucid.steps", "pellucid.kv.block_seconds"),
+        *("pellucid.tokens.computed", "pellucid.tokens.recomputed", "pellucid.tokens.drafted"),
+        *("pellucid.tokens.draft_accepted", "pellucid.tokens.draft_rejected"),
+    }
+
+
 @pytest.mark.parametrize(
     ("status", "outcome", "failed", "error_type"),
     [
