@@ -6,6 +6,8 @@ import json
 import socket
 from typing import Any
 
+import openai
+
 from telemetry.books import request_mismatches
 from telemetry.records import RequestRecord
 from tests.http.fake_engine import FakeEngine
@@ -67,6 +69,16 @@ def check_bill(record: RequestRecord, usage: Body) -> None:
     assert record.cached_tokens == usage["prompt_tokens_details"]["cached_tokens"]
     assert record.output_tokens == usage["completion_tokens"]
     assert list(request_mismatches(record)) == []
+
+
+CLIENTS: list[openai.OpenAI] = []
+"""Of the running test, which the fixture `closed` closes."""
+
+
+def sdk(gateway: LiveGateway, key: str = "unused") -> openai.OpenAI:
+    """The official client, which asks once."""
+    CLIENTS.append(openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0))
+    return CLIENTS[-1]
 
 
 def contents(chunks: list[Body], choices: int = 1) -> list[str]:

@@ -13,6 +13,7 @@ from gateway.config import GatewayOptions, UpstreamOptions
 from gateway.tokens import load
 from gateway.upstream_breaker import Breaker
 from tests.cache import servers
+from tests.http import asking
 from tests.http.fake_engine import FakeEngine, greet_and_stop
 from tests.http.fleet import Fleet
 from tests.http.guard import Guard
@@ -184,6 +185,14 @@ def guard() -> Iterator[Guard]:
 def guarded(guard: Guard, custom: Custom) -> tuple[LiveGateway, FakeEngine]:
     """A gateway in front of a fake engine."""
     return custom(**guard.options)
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """The clients of a test are closed with it, not when the collector finds them."""
+    yield
+    while asking.CLIENTS:
+        asking.CLIENTS.pop().close()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from cache.pepper import make_pepper
 from cache.redis_url import parse_redis_url
 from tests.cache.book import MINUTE_US
 from tests.cache.servers import Server
+from tests.http import asking
 from tests.http.asking import COMPLETIONS_URL, Pair, prompt
 
 WAIT_S = 20.0
@@ -106,7 +107,7 @@ def ask(pair: Pair, key: str, **fields: object) -> httpx.Response:
 
 def sdk(pair: Pair, key: str) -> openai.OpenAI:
     """The official client, which asks once."""
-    return openai.OpenAI(base_url=f"{pair[0].url}/v1", api_key=key, max_retries=0)
+    return asking.sdk(pair[0], key)
 
 
 def until(true: Callable[[], bool], what: str) -> None:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from cache.accounts import Limits
-from tests.http.asking import raw_request, read_until
+from tests.http.asking import raw_request, read_until, sdk
 from tests.http.conftest import Relaying
 from tests.http.guard import Guard, bearer, until
 from tests.http.harness import WAIT_S, LiveGateway
@@ -148,7 +148,7 @@ class TestLimits:
             await well(visit)
 
         upstream.behaviour = waits
-        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=issued.key, max_retries=0)
+        client = sdk(gateway, issued.key)
         first = threading.Thread(target=lambda: client.chat.completions.create(**chat()))
         first.start()
         upstream.wait_for(lambda: len(upstream.visits) == 1)

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.conftest import ROOT
+from tests.http.asking import sdk
 from tests.http.conftest import Relay, Relaying
 from tests.http.guard import until
 from tests.http.harness import LiveGateway
@@ -23,11 +24,6 @@ from tests.http.test_upstream_trouble import answers
 LLAMA_SERVER = ROOT / ".peers/llama.cpp/bin/llama-server"  # `make bench-peers` builds it
 LOAD_S = 60.0
 MESSAGES: list[Any] = [{"role": "user", "content": "Say hello."}]
-
-
-def sdk(gateway: LiveGateway) -> openai.OpenAI:
-    """The official client, which asks once."""
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0)
 
 
 class TestScripted:
