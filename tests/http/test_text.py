@@ -50,6 +50,15 @@ def test_joined_text_equals_the_library(model: ModelText, library: Tokenizer, to
     assert text_of(feed_all(TextStream(model), tokens)) == expected
 
 
+@given(tokens=_tokens, stops=st.lists(st.text(min_size=1, max_size=3), max_size=2))
+def test_without_entries_the_text_is_the_same(model: ModelText, tokens: list[int], stops: list[str]) -> None:
+    with_entries, without = (
+        [piece.text for piece in feed_all(TextStream(model, stops=stops, entries=entries), tokens)]
+        for entries in (True, False)
+    )
+    assert with_entries == without
+
+
 @given(text=st.text(max_size=60))
 def test_unicode_survives_the_round_trip(model: ModelText, text: str) -> None:
     tokens = model._encode(text, False)
