@@ -68,7 +68,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Empty: all."""
     priority: Priority = "normal"
     weight: Weight = 1
-    """Its share among keys of its priority."""
+    """Its share of the tokens, among keys of its priority that wait."""
     created_s: int
     """Unix time, as the others."""
     expires_s: int | None = None

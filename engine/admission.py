@@ -5,9 +5,10 @@ Sizes in blocks.  `door_fault` refuses the impossible at once; the rest says how
 a sequence is let in only when everything that the batch has yet to compute still fits.
 """
 
+from collections.abc import Iterable
 from math import isfinite
 
-from engine.api import Fault, GenerateRequest, Sampling
+from engine.api import WEIGHT_MAX, Fault, GenerateRequest, Sampling
 from engine.blocks import BlockPool
 from engine.config import SchedulerConfig
 from engine.sequence import Sequence
@@ -48,6 +49,14 @@ def blocks_owed(running: Sequence, config: SchedulerConfig, newcomer: Sequence) 
     return max(0, blocks_for(tokens, config) - len(running.blocks))
 
 
+def fits(
+    newcomer: Sequence, hit: list[int], running: Iterable[Sequence], pool: BlockPool, config: SchedulerConfig
+) -> bool:
+    """Whether there are blocks for all that `newcomer` beyond `hit` and the running ones have yet to compute."""
+    spoken_for = sum(blocks_owed(one, config, newcomer) for one in running)
+    return blocks_wanted(newcomer, config) - len(hit) + spoken_for <= pool.available - pool.idle(hit)
+
+
 def door_fault(request: GenerateRequest, config: SchedulerConfig) -> Fault | None:
     """Why a request can never be served here; None if it can."""
     if not request.prompt:
@@ -58,6 +67,8 @@ def door_fault(request: GenerateRequest, config: SchedulerConfig) -> Fault | Non
         return Fault("invalid_value", f"resume must be 0 to {len(request.prompt) - 1}.", "resume")
     if request.tokens_max <= request.resume:
         return Fault("invalid_value", f"max_tokens must be at least {request.resume + 1}.", "max_tokens")
+    if not 1 <= request.weight <= WEIGHT_MAX:
+        return Fault("invalid_value", f"weight must be 1 to {WEIGHT_MAX}, not {request.weight}.", "weight")
     return _length_fault(request, config) or _sampling_fault(request.sampling, config)
 
 

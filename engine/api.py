@@ -18,6 +18,7 @@ from engine.prefix import indexed_tokens as indexed_tokens  # noqa: PLC0414 - ex
 from telemetry.records import StepRecord
 
 FRAME_BYTES_MAX = 64 * 1024 * 1024
+WEIGHT_MAX = 1000
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "overloaded", "refused", "failed", "shutdown"]
 FINISH_REASONS: tuple[FinishReason, ...] = (
@@ -58,6 +59,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
     stop_ids: tuple[int, ...] = ()
     priority: int = 0  # lower goes first
     tenant: str = ""  # the prefix cache is salted by it
+    share: str = ""  # whose turn it uses up, among requests of its priority
+    weight: int = 1  # 1 to WEIGHT_MAX: so many times the tokens of a share of weight 1, while both wait
     deadline_s: float = 0.0  # from acceptance to the last token; 0: none
     traceparent: str = ""
     resume: int = 0  # how many tokens at the end of `prompt` are output of an earlier try

@@ -8,6 +8,7 @@ import msgspec
 
 from engine.api import Delta, Load, PrefixNews
 from engine.blocks import BlockPool
+from engine.fairness import FairQueue
 from engine.sequence import Sequence
 from telemetry.records import KvBook, RequestRecord
 
@@ -47,7 +48,7 @@ class Tally:
         self.accepted += accepted
 
 
-def load_of(running: Many[Sequence], waiting: Many[Sequence], pool: BlockPool) -> Load:
+def load_of(running: Many[Sequence], waiting: FairQueue, pool: BlockPool) -> Load:
     """What there is to do, and how much of the KV pool is taken."""
     return Load(
         running=len(running),

@@ -9,9 +9,9 @@ The scheduler: which sequences pay how much of their token debt in the next step
 Pure: same calls, same answers.  Between `plan` and `commit` the step is in flight; `apply` may still abort its
 sequences, their blocks are then fenced until the commit.
 
-Order is (priority, arrival) everywhere.  The victim of a preemption is the last in that order, so the first one always
-gets on; after `preemptions_max` a sequence comes back only when its whole need and everybody else's fit, and is then
-left alone.  So no sequence is preempted for ever, and none waits for ever behind others that overtake it.
+Order is by priority, then by turns in the queue (engine.fairness), by arrival in the batch.  The victim of a preemption
+is the batch's last, so the first one always gets on; after `preemptions_max` a sequence comes back only when its whole
+need and everybody else's fit, and is then left alone.  So none is preempted for ever, and none waits for ever.
 """
 
 from bisect import insort
@@ -23,6 +23,7 @@ from engine.blocks import BlockPool
 from engine.config import SchedulerConfig
 from engine.draft_model import NOTHING, ModelSpeculator, speculation_for
 from engine.ending import ending_of
+from engine.fairness import FairQueue
 from engine.outcome import Outcome, Tally, load_of, merged
 from engine.plan import DraftPlan, DraftResult, Slice, SliceResult, StepPlan, StepResult
 from engine.sequence import Sequence, Status
@@ -38,7 +39,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.pool = pool or BlockPool(blocks_max=config.blocks_max, block_slots=config.block_slots)
-        self.waiting: list[Sequence] = []  # in order
+        self.waiting = FairQueue()
         self.running: list[Sequence] = []  # in order
         self._by_id: dict[str, Sequence] = {}
         self._arrivals = 0
@@ -122,7 +123,7 @@ class Scheduler:
         self.pool.check()
         if self._draft_model is not None:
             self._draft_model.check()
-        assert self.waiting == sorted(self.waiting, key=lambda sequence: sequence.order)
+        self.waiting.check(self.running)
         assert self.running == sorted(self.running, key=lambda sequence: sequence.order)
         assert all(sequence.status is Status.WAITING and not sequence.blocks for sequence in self.waiting)
         assert all(sequence.status is Status.RUNNING for sequence in self.running)
@@ -141,7 +142,7 @@ class Scheduler:
         sequence = Sequence(request, number=self._arrivals, now_ns=now_ns)
         self._arrivals += 1
         self._by_id[request.request_id] = sequence
-        insort(self.waiting, sequence, key=lambda one: one.order)
+        self.waiting.add(sequence)
         fault = door_fault(request, self.config)
         if fault is not None:
             self._finish(sequence, "refused", now_ns, fault)
@@ -163,6 +164,7 @@ class Scheduler:
         self._let_go(sequence, now_ns)
         sequence.status = Status.FINISHED
         del self._by_id[sequence.request.request_id]
+        self.waiting.end(sequence)
         if self._speculation is not None:
             self._speculation.end(sequence, keep=reason in ("stop", "length"))
         finish = Finish(reason, sequence.usage(), stop_id, fault)
@@ -183,7 +185,7 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.preemptions += 1
         self._preemptions += 1
-        insort(self.waiting, sequence, key=lambda one: one.order)
+        self.waiting.add(sequence)
 
     def _expire(self, now_ns: int) -> None:
         for sequence in [*self.running, *self.waiting]:
@@ -230,9 +232,9 @@ class Scheduler:
         return None
 
     def _admit(self, counts: dict[int, int], now_ns: int) -> None:
-        """Let waiting sequences in, in order; one that does not fit may be overtaken `bypass_max` times."""
+        """Let waiting sequences in, by turns; one that does not fit may be overtaken `bypass_max` times."""
         passed: list[Sequence] = []
-        for sequence in list(self.waiting):
+        for sequence in self.waiting.turns():
             budget = self.config.tokens_step_max - sum(counts.values())
             reason = ""
             if len(self.running) >= self.config.sequences_max:
@@ -254,9 +256,7 @@ class Scheduler:
     def _enter(self, sequence: Sequence, budget: int, counts: dict[int, int], now_ns: int) -> bool:
         """Admit, if everything that this sequence and the running ones have yet to compute fits."""
         hit = admission.cached_blocks(sequence, self.pool, self.config)
-        spoken_for = sum(admission.blocks_owed(one, self.config, sequence) for one in self.running)
-        need = admission.blocks_wanted(sequence, self.config) - len(hit)
-        if need + spoken_for > self.pool.available - self.pool.idle(hit):
+        if not admission.fits(sequence, hit, self.running, self.pool, self.config):
             return False
         self.pool.hold(hit)
         cached = len(hit) * self.config.block_slots
@@ -265,7 +265,7 @@ class Scheduler:
         if taken is None:
             self.pool.release(hit[::-1], step_id=self._step_id)
             return False
-        self.waiting.remove(sequence)
+        self.waiting.admit(sequence, len(sequence.tokens) - cached)
         sequence.charge(now_ns)
         sequence.blocks = [*hit, *taken]
         self._cached += sequence.admit(cached)
@@ -276,13 +276,7 @@ class Scheduler:
     def _stamp(self, counts: dict[int, int], now_ns: int) -> None:
         """Every running sequence is from now on in the state that this plan puts it in."""
         for sequence in self.running:
-            if sequence.number not in counts:
-                state = "stalled"
-            elif sequence.computed < sequence.computed_peak:
-                state = "recompute"
-            else:
-                state = "decode" if sequence.output_length and sequence.debt == 1 else "prefill"
-            sequence.ledger.enter(state, now_ns)
+            sequence.ledger.enter(sequence.paying if sequence.number in counts else "stalled", now_ns)
 
     def _draft(self, counts: dict[int, int], now_ns: int) -> dict[int, tuple[int, ...]]:
         """Drafts by sequence.  None where somebody pays for more than its newest token: prefill is not held up."""
@@ -344,6 +338,7 @@ class Scheduler:
         sequence.drafts_accepted += accepted
         first, again = self._book(sequence, len(piece.tokens) - piece.drafts + accepted)
         tally.add(prefill=first, recompute=again, emitted=taken, drafted=piece.drafts, accepted=accepted)
+        self.waiting.emitted(sequence, taken)
         news = Delta(sequence.request.request_id, emitted[:taken], answer.logprobs[:taken]) if taken else None
         if answer.fault:
             self.pool.forget(sequence.blocks)

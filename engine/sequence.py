@@ -69,6 +69,13 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
+    def paying(self) -> str:
+        """The state of a step that pays some of the debt."""
+        if self.computed < self.computed_peak:
+            return "recompute"
+        return "decode" if self.output_length and self.debt == 1 else "prefill"
+
+    @property
     def outputs(self) -> list[int]:
         """Tokens generated so far, those of an earlier try included."""
         return self.tokens[self.prompt_length :]

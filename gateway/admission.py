@@ -64,6 +64,16 @@ class Ticket:
         """Empty without a key."""
         return self.identity.key.tenant if self.identity is not None else ""
 
+    @property
+    def share(self) -> str:
+        """Whose turn in the engine it uses up: the key's.  Empty without one."""
+        return self.identity.key.id if self.identity is not None else ""
+
+    @property
+    def weight(self) -> int:
+        """Of the share."""
+        return self.identity.key.weight if self.identity is not None else 1
+
     def priority(self, asked: int) -> int:
         """Of the engine's priorities the one that was asked for, but none above that of the key."""
         if self.identity is None:

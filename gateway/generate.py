@@ -83,6 +83,8 @@ def plan(
                 stop_ids=stop_ids,
                 priority=exchange.ticket.priority(PRIORITY_OF_TIER[asked.service_tier]),
                 tenant=exchange.ticket.tenant,
+                share=exchange.ticket.share,
+                weight=exchange.ticket.weight,
                 deadline_s=options.request_timeout_s,
                 traceparent=exchange.live.trace.traceparent(),
             )

@@ -117,7 +117,11 @@ def keys() -> None:
 )
 @click.option("--priority", type=click.Choice(PRIORITIES), default="normal", show_default=True, help="Who goes first.")
 @click.option(
-    "--weight", type=click.IntRange(1, 1000), default=1, show_default=True, help="Kept for the key; no effect yet."
+    "--weight",
+    type=click.IntRange(1, 1000),
+    default=1,
+    show_default=True,
+    help="Its share of the tokens, beside waiting keys of its priority.",
 )
 @click.option("--expires-in", callback=_life, metavar="DURATION", help="30d, 12h, 45m, 90s. Unset: never.")
 @click.option("--json", "as_json", is_flag=True, help="Print key_id and key as JSON.")

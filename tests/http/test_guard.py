@@ -123,6 +123,14 @@ def test_the_engine_knows_tenant_and_priority(
     assert guarded[0].record(answer.headers["x-request-id"]).tenant == "green"
 
 
+def test_the_engine_knows_whose_turn_it_is_by_the_key(guarded: Pair, guard: Guard) -> None:
+    for weight in (1, 7):
+        issued = guard.create(tenant="green", weight=weight)
+        ask(guarded, issued.key)
+        request = guarded[1].requests[-1]
+        assert (request.share, request.weight) == (issued.key_id, weight)
+
+
 def test_tenants_do_not_see_each_other(guarded: Pair, guard: Guard) -> None:
     client = guarded[0].client
     keys = {tenant: guard.create(tenant=tenant).key for tenant in ("green", "blue")}

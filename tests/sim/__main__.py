@@ -1,5 +1,5 @@
 """
-`python -m tests.sim --seed N [--fails-at K] [--count M] [--pressure] [--drafts] [--model]`: play the worlds N .. N+M-1.
+`python -m tests.sim --seed N [--fails-at K] [--count M] [--pressure] [--drafts] [--model] [--shares]`: play M worlds.
 """
 
 import argparse
@@ -16,9 +16,10 @@ def main() -> None:
     parser.add_argument("--pressure", action="store_true")
     parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--model", action="store_true")
+    parser.add_argument("--shares", action="store_true")
     arguments = parser.parse_args()
     for seed in range(arguments.seed, arguments.seed + arguments.count):
-        options = {name: getattr(arguments, name) for name in ("fails_at", "pressure", "drafts", "model")}
+        options = {name: getattr(arguments, name) for name in ("fails_at", "pressure", "drafts", "model", "shares")}
         explain(seed, Simulation(seed, **options).run, **options)
     print(f"{arguments.count} worlds, all books closed")
 

@@ -69,9 +69,9 @@ class Simulation:
         pressure: bool = False,
         drafts: bool = False,
         model: bool = False,
+        shares: bool = False,
     ) -> None:
-        self.random = random.Random(seed)
-        self.seed = seed
+        self.random, self.seed = random.Random(seed), seed
         pick = self.random
         self.config = SchedulerConfig(
             blocks_max=pick.choice((2, 5, 8, 12, 20, 64)),
@@ -95,7 +95,7 @@ class Simulation:
                 waiting_max=64,
                 preemptions_max=pick.choice((1, 2)),
             )
-        self.patient = pressure
+        self.patient, self.shares = pressure, random.Random(seed) if shares else None
         pool: BlockPool | None = None
         if fails_at is not None:
             pool = FailingPool(
@@ -290,6 +290,8 @@ class Simulation:
             priority=pick.randrange(-5, 6) if self.patient else pick.choice((0, 0, 0, 1, -1)),
             tenant=pick.choice(("a", "b")),
             deadline_s=0.0 if self.patient else pick.choice((0.0, 0.0, 0.0, 0.0, 0.02, 0.2)),
+            share=self.shares.choice("abc") if self.shares else "",
+            weight=self.shares.choice((1, 1, 3, 1000)) if self.shares else 1,
         )
         if self.patient:
             return Client(request, born_ns=pick.randrange(0, self.rush_ns), abort_after_ns=None)
@@ -314,6 +316,7 @@ class Simulation:
         assert all(record.preemptions <= self.config.preemptions_max for record in records)
         book = self.scheduler.pool.book()
         assert book.free + book.cached_idle == book.total, "blocks are held for nobody"
+        assert self.scheduler.waiting.books == {}, "accounts are kept for nobody"
 
     def _reckon_one(self, number: int, client: Client) -> None:
         request, record, finish = client.request, client.record, client.finish

@@ -10,6 +10,7 @@ from tests.sim.model import FailingPool, Simulation, explain
 WORLDS = 1500
 WORLDS_WITH_DRAFTS = 400
 WORLDS_WITH_A_DRAFT_MODEL = 150
+WORLDS_WITH_SHARES = 200
 
 
 @pytest.mark.parametrize("first", range(0, WORLDS, 100))
@@ -46,6 +47,20 @@ def test_a_draft_model_changes_no_token_and_no_book(pressure: bool) -> None:
         if seed % 4 == 0:
             assert replay(world.config, world.journal, world.guesser()) is None
     assert accepted > 100 and rejected > 100 and preemptions > 10
+
+
+@pytest.mark.parametrize("pressure", [False, True])
+def test_shares_keep_nobody_waiting_for_ever(pressure: bool) -> None:
+    """Every request ends, also those that are bypassed or preempted; the journals replay."""
+    overtaken = 0
+    for seed in range(WORLDS_WITH_SHARES):
+        world = Simulation(seed, shares=True, pressure=pressure)
+        explain(seed, world.run, shares=True, pressure=pressure)
+        begun = [piece.sequence for one in world.journal if isinstance(one, Planned) for piece in one.plan.slices]
+        overtaken += begun != sorted(begun)
+        if seed % 4 == 0:
+            assert replay(world.config, world.journal) is None
+    assert overtaken > 50
 
 
 @pytest.mark.parametrize("seed", range(20))
