@@ -250,7 +250,8 @@ def test_the_difference_of_service_has_the_bound_of_the_paper(
     bound = 2 * (prompts + OUTPUT_COST * places * outputs)
     assert bound <= 2 * max(prompts, OUTPUT_COST * places * (prompts + outputs))
     world = World(places)
-    world.send(*(ask(number, share, *sizes, weights[share]) for number, (share, *sizes) in enumerate(asked)))
+    for number, (share, prompt, output) in enumerate(asked):
+        world.send(ask(number, share, prompt, output, weights[share]))
     assert spread(gaps_of(world, weights)) <= bound
 
 
