@@ -61,7 +61,12 @@ def main(arguments: list[str] | None = None) -> int:
             logs.configure(options.log_level, options.log_format, withheld=True)
             withhold.install()
             listener = stack.enter_context(open_listener(options))
-            application = Application(options, load(Path(options.model)) if options.engines else None)
+            runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+            text = load(Path(options.model)) if options.engines else None
+            if text is not None:
+                stack.callback(text.close)
+                runner.run(text.check())
+            application = Application(options, text)
         except (CannotStart, VocabularyError, ExportConfigError, Misconfigured, ValueError) as error:
             print(f"gateway: {error}", file=sys.stderr)
             return EXIT_CANNOT_START
@@ -69,7 +74,6 @@ def main(arguments: list[str] | None = None) -> int:
             structlog.contextvars.bind_contextvars(worker=options.worker)  # in each line of this process
         gc.collect()
         gc.freeze()  # What is loaded stays: no collection need walk through it while tokens wait.
-        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         runner.run(serve(application, listener))
     return 0
 

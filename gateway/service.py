@@ -22,6 +22,7 @@ from gateway.errors import ApiError
 from gateway.exchange import Exchange
 from gateway.generate import Asked, Event, Generation, parameters, plan, weight_attributes
 from gateway.models import Models
+from gateway.renderer import RendererBusy
 from gateway.siblings import Siblings
 from gateway.stream import ChatWriter, CompletionWriter, Writer
 from gateway.template import TemplateError
@@ -204,6 +205,8 @@ class Gateway:
             prompt = await self.text.render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
         except TemplateError as error:
             raise errors.invalid(str(error), "messages") from None
+        except RendererBusy:
+            raise errors.overloaded("Too many conversations wait to be made into prompts; try again later.") from None
         tokens = await self.text.encode(prompt, add_special_tokens=False)
         if not tokens:
             raise errors.invalid("The messages make an empty prompt.", "messages")

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jinja2
 from tokenizers import Tokenizer
 
-from gateway.template import ChatTemplate, TemplateError
+from gateway.renderer import Renderer
+from gateway.template import TemplateError
 from gateway.vocabulary import Vocabulary, VocabularyError, read_gguf
 from gateway.wire import ChatMessage, Json
 
@@ -84,17 +84,10 @@ class ModelText:
         add_generation_prompt: bool = True,
         extra: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt for a conversation.  Raises TemplateError."""
+        """The prompt for a conversation.  Raises TemplateError, RendererBusy."""
         if self.template is None:
             raise TemplateError("This model has no chat template; use /v1/completions.")
-        template = self.template
-
-        def render() -> str:
-            return template.render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
-
-        if _chars(messages) <= INLINE_CHARS_MAX:
-            return render()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, render)
+        return await self.template.render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of all ids, special tokens included: for `/detokenize`."""
@@ -129,31 +122,30 @@ class ModelText:
         """A token alone, for logprobs: bytes that are no whole character become U+FFFD."""
         return self.piece(token).decode(errors="replace")
 
+    async def check(self) -> None:
+        """Whether the chat template is one.  Raises VocabularyError, with words for the operator."""
+        if self.template is not None:
+            try:
+                await self.template.check()
+            except TemplateError as error:
+                raise VocabularyError(f"the chat template is broken: {error}") from error
+
     def close(self) -> None:
-        """Let the threads go."""
+        """Let threads and processes go."""
+        if self.template is not None:
+            self.template.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _chars(messages: Sequence[ChatMessage]) -> int:
-    chars = 0
-    for message in messages:
-        content = message.content or ""
-        chars += len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
-    return chars
 
 
 def load(path: Path) -> ModelText:
     """The text side of a model directory or GGUF file.  Raises VocabularyError, with words for the operator."""
-    try:
-        return ModelText(_read_directory(path) if path.is_dir() else read_gguf(path))
-    except jinja2.TemplateError as error:
-        raise VocabularyError(f"{path.name}: the chat template is broken: {error}") from error
+    return ModelText(_read_directory(path) if path.is_dir() else read_gguf(path))
 
 
-def _template(vocabulary: Vocabulary) -> ChatTemplate | None:
+def _template(vocabulary: Vocabulary) -> Renderer | None:
     if vocabulary.chat_template is None:
         return None
-    return ChatTemplate(vocabulary.chat_template, vocabulary.special_tokens)
+    return Renderer(vocabulary.chat_template, vocabulary.special_tokens)
 
 
 # ---- Hugging Face directories

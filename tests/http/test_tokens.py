@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,10 @@ WITH_NUMBERS = ["a1b2  99", "  12 34  5\t6\n 7", "½ ٣٤ Ⅷ 1e-5", "2024-01-01
 
 
 @pytest.fixture(scope="module")
-def smollm(default_model: Path) -> ModelText:
-    return load(default_model)
+def smollm(default_model: Path) -> Iterator[ModelText]:
+    text = load(default_model)
+    yield text
+    text.close()
 
 
 @pytest.fixture(scope="module")
@@ -199,5 +202,7 @@ class TestDirectory:
     def test_a_broken_template_is_an_error_at_the_start(self, model_dir: Path, tmp_path: Path) -> None:
         copy = Path(shutil.copytree(model_dir, tmp_path / "m"))
         (copy / "chat_template.jinja").write_text("{% for %}")
+        text = load(copy)
         with pytest.raises(VocabularyError, match="template"):
-            load(copy)
+            asyncio.run(text.check())
+        text.close()
