@@ -9,17 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import httpx
 import msgspec
 import pytest
 
 from gateway.__main__ import main
 from tests.contract.telemetry.test_metrics import total
 from tests.http.asking import CHAT_URL, chat, raw_request, read_until
-from tests.http.conftest import options_for
+from tests.http.conftest import options_for, relay_options
 from tests.http.fake_engine import FakeEngine, Job
 from tests.http.guard import until
 from tests.http.harness import WAIT_S, ShellEngine
 from tests.http.model_files import EOS_ID
+from tests.http.scripted_upstream import ScriptedUpstream
 from tests.http.workers import Workers
 
 TRIES_MAX = 80
@@ -196,3 +198,40 @@ def test_a_worker_that_is_told_nonsense(
     options = msgspec.structs.replace(options_for(model_dir, "/nowhere"), **changes)
     assert main(["--options", msgspec.json.encode(options).decode()]) == 2
     assert words in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("engine")
+def test_what_upstreams_did_for_workers_is_told_of_all(
+    model_dir: Path, socket_path: str, upstream: ScriptedUpstream
+) -> None:
+    with TemporaryDirectory(prefix="pellucid") as home:
+        workers = Workers(model_dir, socket_path, Path(home), 2, upstreams=relay_options(upstream).upstreams)
+        try:
+            ids: list[str] = []
+            while len({workers.worker_of(one) for one in ids}) < 2:
+                assert len(ids) < TRIES_MAX, "one worker has taken every connection"
+                ids.append(f"far-{len(ids)}")
+                asked = {**chat(), "model": "remote"}
+                answer = httpx.post(
+                    workers.url + CHAT_URL, json=asked, headers={"x-request-id": ids[-1]}, timeout=WAIT_S
+                )
+                assert answer.status_code == 200
+                until(lambda: workers.worker_of(ids[-1]) is not None, "it is not logged")
+            for _ in range(4):  # each time of whoever takes the connection
+                listed = workers.get("/debug/requests").json()["requests"]
+                assert [(one["request_id"], one["upstream"]) for one in listed] == [(one, "up0") for one in ids[::-1]]
+                _see_upstream(workers, len(ids))
+            workers.processes[0].kill()
+            workers.restart(0)
+            _see_upstream(workers, len(ids))
+        finally:
+            workers.stop()
+
+
+def _see_upstream(workers: Workers, count: int) -> None:
+    until(lambda: total(workers.metrics(), "pellucid_upstream_up") == 1, "all workers have heard of it")
+    series = workers.metrics()
+    assert total(series, "pellucid_upstream_attempts_total") == count
+    assert total(series, "pellucid_upstream_attempts_total", result="complete") == count
+    assert total(series, "pellucid_upstream_tokens_total", usage="output") == 3 * count
+    assert total(series, "pellucid_upstream_requests_live") == 0

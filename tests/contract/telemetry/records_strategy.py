@@ -66,10 +66,11 @@ def _of_upstream(record: RequestRecord, *, estimated: bool) -> RequestRecord:
     """The same, but an upstream answered, which tells less."""
     unknown = (
         *("computed_tokens", "recomputed_tokens", "drafted_tokens", "draft_accepted_tokens", "draft_rejected_tokens"),
-        *("preemptions", "steps", "kv_block_ns"),
+        *("preemptions", "resumes", "steps", "kv_block_ns"),
     )
     cached = 0 if estimated else record.cached_tokens
-    known = {"upstream": UPSTREAM, "usage_estimated": estimated, "cached_tokens": cached}
+    placed = {"replica": -1, "routing": "", "promised_tokens": None}
+    known = {"upstream": UPSTREAM, "usage_estimated": estimated, "cached_tokens": cached, **placed}
     return msgspec.structs.replace(record, **dict.fromkeys(unknown, 0), **known)
 
 
