@@ -127,5 +127,5 @@ class Histories(RuleBasedStateMachine):
         assert self.breaker.trial or self.breaker.admits(self.now_ns + PAUSE_MAX_NS)
 
 
-Histories.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+Histories.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 TestHistories = Histories.TestCase

@@ -13,8 +13,8 @@ from tests.http.test_upstreams import hanging, status
 class TestHealth:
     def test_what_fails_is_left_alone_and_heals_by_itself(self, upstream: ScriptedUpstream, relaying: Relaying) -> None:
         gateway = relaying(upstream, probe_interval_s=0.05)
-        well = {"status": "ready", "reason": None, "engines": {}, "degraded": None, "upstreams": {}}
-        assert status(gateway) == (200, well)
+        fine: dict[str, object] = {"status": "ready", "reason": None, "engines": {}, "degraded": None, "upstreams": {}}
+        assert status(gateway) == (200, fine)
         upstream.behaviour = upstream.probed = answers(500)
         until(lambda: status(gateway)[0] == 503, "the probes notice it")
         assert status(gateway)[1]["reason"] == "upstream up0 answers 500 to GET /models"
