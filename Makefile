@@ -3,7 +3,7 @@
 #   make serve     set up, fetch the default model, serve on 127.0.0.1:8000   (PORT=8080 MODEL=path/to/model.gguf ARGS='--max-queue 64')
 #   make test      set up with the test extras, then the whole suite          (ARGS='-k name' to choose)
 #   make chaos     the whole appliance while its processes are killed, stopped and starved, and after thousands of requests
-#   make check     lint, format, types
+#   make check     lint, format, types, licences of dependencies and their known vulnerabilities
 #   make test-sanitized   the tests of the native kernels with a build that checks every access; needs g++
 #   make fuzz      5,000 requests made from our own OpenAPI document, on a live gateway   (CASES=20000 SEED=7)
 #   make test-auto-gptq   the tests with auto-gptq itself, in an environment of their own
@@ -75,6 +75,7 @@ check: $(VENV)/everything.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror engine/device/native/src/*
 	$(BIN)/mypy
+	$(BIN)/python -m tests.tidy.dependencies
 
 format: $(VENV)/everything.stamp
 	$(BIN)/ruff check --fix .
