@@ -60,6 +60,7 @@ class TestLimits:
         gateway = relaying(upstream, gateway={**guard.options, **prices})
         issued = guard.create(limits=Limits(spend_micros_per_day=1000))
         answer = gateway.client.post(CHAT_URL, json=chat(stream=stream), headers=bearer(issued.key))
+        assert answer.status_code == 200, answer.text
         record = gateway.record(answer.headers["x-request-id"])
         assert (record.prompt_tokens, record.output_tokens, record.charged_tokens) == (21, 3, 24)
         assert record.charged_micros == 21 + 3 * 10
