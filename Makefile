@@ -9,6 +9,7 @@
 #   make test-auto-gptq   the tests with auto-gptq itself, in an environment of their own
 #   make bench     the measurements: tests/bench
 #   make bench-engine  the engine alone: decode and prefill rates, the share of Python, memory
+#   make bench-routing  which replica gets a request: round robin, least tokens and prefix-aware, on three engines; takes minutes
 #   make bench-peers   builds llama.cpp and installs OpenVINO GenAI under .peers, then the same load on them and on us
 #   make quality   what each quantization scheme costs, measured anew, into docs/quantization.md; takes minutes
 #   make install   the set-up alone, with everything
@@ -19,8 +20,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: help serve test chaos test-sanitized test-auto-gptq fuzz check format bench bench-engine bench-peers quality install \
-	lock clean
+.PHONY: help serve test chaos test-sanitized test-auto-gptq fuzz check format bench bench-engine bench-routing bench-peers \
+	quality install lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -90,6 +91,10 @@ bench: $(VENV)/everything.stamp
 bench-engine: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull
 	PYTHONPATH=. $(BIN)/python -m tests.bench.bench_engine $(ARGS)
+
+bench-routing: $(VENV)/everything.stamp
+	$(BIN)/pellucid model pull
+	PYTHONPATH=. $(BIN)/python -m tests.bench.bench_routing $(ARGS)
 
 # What Pellucid is compared with: development tools, built from source and kept in a place of their own.
 PEERS := .peers

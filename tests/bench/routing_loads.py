@@ -12,6 +12,8 @@ BLOCK_TOKENS = 512
 """Of the trace, what one of its hashes stands for."""
 STAMP_S = 3
 """The trace's times are rounded to it."""
+UNCOUNTED = 0.25
+"""Of a run, the beginning in which caches fill."""
 WORDS = ("time", "year", "people", "way", "day", "thing", "world", "school", "family", "group", "hand", "part")
 
 
@@ -30,6 +32,8 @@ class Talk:
 
     tenant: int
     turns: list[Turn]
+    counted: bool
+    """Whether it began after the caches had filled."""
 
 
 def chats(seconds: float, per_s: float, rng: random.Random) -> list[Talk]:
@@ -48,7 +52,7 @@ def chats(seconds: float, per_s: float, rng: random.Random) -> list[Talk]:
             messages = [*system, {"role": "user", "content": text(rng.randint(10, 40))}]
             body = {"model": NAME, "messages": messages, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
             turns.append(Turn(body, rng.expovariate(1 / 3.0) if number else begins_s))
-        talks.append(Talk(tenant, turns))
+        talks.append(Talk(tenant, turns, begins_s >= seconds * UNCOUNTED))
     return talks
 
 
@@ -71,7 +75,10 @@ def replay(
     talks, seen, found, asked = [], set[int](), 0, 0
     for row in chosen:
         known = next((at for at, one in enumerate(row["hash_ids"]) if one not in seen), len(row["hash_ids"]))
-        found, asked = found + known, asked + len(row["hash_ids"])
+        begins_s = (row["timestamp"] / 1000 + rng.uniform(0, STAMP_S)) * pace
+        counted = begins_s >= seconds * UNCOUNTED
+        if counted:
+            found, asked = found + known, asked + len(row["hash_ids"])
         seen.update(row["hash_ids"])
         tokens = [token for one in row["hash_ids"] for token in tokens_of(one, block)]
         body = {
@@ -81,7 +88,7 @@ def replay(
             "temperature": 0,
             "ignore_eos": True,
         }
-        talks.append(Talk(0, [Turn(body, (row["timestamp"] / 1000 + rng.uniform(0, STAMP_S)) * pace)]))
+        talks.append(Talk(0, [Turn(body, begins_s)], counted))
     return talks, found / asked
 
 
