@@ -25,6 +25,8 @@ WAIT_S = 90.0
 """For a restarted engine: it loads the model anew, beside one that works."""
 REQUESTS_PER_MINUTE = 6000
 CONCURRENT = 64
+ASKED = 8
+"""So often that both gateways have very likely answered."""
 
 
 class Stream:
@@ -163,9 +165,10 @@ class Fleet:
     def engine(self, replica: int) -> int:
         """The process id of a replica."""
         found = self.processes("engine")
-        return next(
-            pid for pid, words in found.items() if json.loads(words[words.index("--options") + 1])["replica"] == replica
-        )
+        for pid, words in found.items():
+            if json.loads(words[words.index("--options") + 1])["replica"] == replica:
+                return pid
+        raise AssertionError(f"there is no replica {replica}")
 
     def worker(self, number: int) -> int:
         """The process id of a gateway."""
@@ -184,11 +187,21 @@ class Fleet:
         [pid] = self.processes(module)
         return pid
 
+    def held(self) -> dict[int, int]:
+        """KV slots that are held, by replica; nothing of one that is gone, whose last book is shown as stale."""
+        books = self.get("/debug/kv").get("replicas", {})
+        held = {int(number): book["slots"]["filled"] for number, book in books.items() if not book["stale"]}
+        return {number: slots for number, slots in held.items() if slots}
+
     def busy(self) -> int:
         """The replica that holds the most KV now."""
-        replicas = self.get("/debug/kv")["replicas"]
-        held = {int(number): book["slots"]["filled"] + book["slots"]["lookahead"] for number, book in replicas.items()}
-        assert max(held.values()) > 0, "nobody works"
+        held: dict[int, int] = {}
+
+        def works() -> bool:
+            held.update(self.held())
+            return bool(held)
+
+        self.until(works, "an engine works", 10)
         return max(held, key=lambda number: held[number])
 
     def kill_busy(self, number: signal.Signals = signal.SIGKILL) -> int:
@@ -211,9 +224,13 @@ class Fleet:
         """Until both replicas serve and the limits are kept by the server again."""
 
         def whole() -> bool:
-            return len(self.get("/health")["engines"]) == 2 and self.get("/health")["status"] == "ok"
+            return self.all_see(2) and self.get("/health")["status"] == "ok"
 
         return self.until(whole, "all is well again")
+
+    def all_see(self, engines: int) -> bool:
+        """Whether every gateway is connected to so many: each question is a new connection, to either of them."""
+        return all(len(self.get("/health")["engines"]) == engines for _ in range(ASKED))
 
     def check_books(self) -> None:
         """Every ledger sums, no book has failed to close, no KV is held, nothing is held of the limits."""

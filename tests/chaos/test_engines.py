@@ -58,15 +58,10 @@ def test_prefill(fleet: Fleet) -> None:
     prompt = " ".join(f"Line {number} of a long text that nobody has sent before." for number in range(110))
     body = fleet.body(50, prompt=prompt, max_tokens=12)
     stream = fleet.stream(body)
-    fleet.until(lambda: _works(fleet), "an engine has the request", 10)
     fleet.kill_busy()
     stream.end()
     assert fleet.ledger(stream.request_id)["resumes"] == 1
     check(fleet, [stream], undisturbed(fleet, [body]), "kill -9, prefill")
-
-
-def _works(fleet: Fleet) -> bool:
-    return any(book["slots"]["filled"] for book in fleet.get("/debug/kv").get("replicas", {}).values())
 
 
 def test_again_while_it_is_resumed(fleet: Fleet) -> None:
@@ -74,9 +69,8 @@ def test_again_while_it_is_resumed(fleet: Fleet) -> None:
     texts = undisturbed(fleet, [body])
     stream = fleet.stream(body)
     stream.has_begun()
-    fleet.kill_busy()
-    fleet.until(lambda: _works(fleet), "the other one has it", 10)
-    fleet.kill_busy()
+    killed = fleet.kill_busy()
+    assert fleet.kill_busy() != killed
     check(fleet, [stream], texts, "kill -9, and again while it is resumed")
     assert fleet.ledger(stream.request_id)["resumes"] == 2
 
@@ -111,7 +105,7 @@ def test_a_stopped_idle_engine_is_found_out(fleet: Fleet) -> None:
     os.kill(pid, signal.SIGSTOP)
     begun_s = time.monotonic()
     try:
-        fleet.until(lambda: len(fleet.get("/health")["engines"]) == 1, "it is taken for gone", 20)
+        fleet.until(lambda: fleet.all_see(1), "it is taken for gone", 30)
         print(f"SIGSTOP, idle: found out after {time.monotonic() - begun_s:.1f} s")
         assert [fleet.post(max_tokens=2).status_code for _ in range(4)] == [200] * 4
     finally:
