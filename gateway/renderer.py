@@ -62,8 +62,12 @@ class Renderer:
         """The prompt.  Raises TemplateError, RendererBusy."""
         job = Job(messages=list(messages), add_generation_prompt=add_generation_prompt, extra=dict(extra or {}))
         try:
+            question = msgspec.msgpack.encode(job)
+        except OverflowError:  # JSON has no bound for an integer, and what is between us and the template has
+            raise TemplateError("The chat template takes no integer beyond 64 bits.") from None
+        try:
             async with asyncio.timeout(self._render_s), self._process() as process:
-                done = await process.ask(job)
+                done = await process.ask(question)
         except TimeoutError:
             raise RendererBusy from None
         if done.error:
@@ -116,16 +120,16 @@ class _Process:
 
     async def begin(self, setup: Setup) -> None:
         """Give it the template.  Raises TemplateError."""
-        done = await self.ask(setup)
+        done = await self.ask(msgspec.msgpack.encode(setup))
         if done.error:
             raise TemplateError(done.error)
         self.ready = True
 
-    async def ask(self, message: Setup | Job) -> Done:
-        """The answer to one message.  Raises TemplateError where there is none."""
+    async def ask(self, message: bytes) -> Done:
+        """The answer to one message, a Setup or a Job.  Raises TemplateError where there is none."""
         loop = asyncio.get_running_loop()
         try:
-            await loop.sock_sendall(self._link, framed(msgspec.msgpack.encode(message)))
+            await loop.sock_sendall(self._link, framed(message))
             length = int.from_bytes(await self._read(LENGTH_BYTES), "big")
             if length > FRAME_BYTES_MAX:
                 raise TemplateError("The chat template makes too long a prompt of these messages.")
