@@ -116,20 +116,6 @@ class TestModel:
         assert gateway.client.get("/v1/models/org/tiny-1B").json()["id"] == "org/tiny-1B"
 
 
-class TestTemplateArguments:
-    @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**300])
-    @pytest.mark.parametrize("nested", [False, True])
-    def test_integers_that_do_not_go_on_the_wire(self, shell: LiveGateway, number: int, nested: bool) -> None:
-        value: object = [{"deep": number}] if nested else number
-        body = {**CHAT, "chat_template_kwargs": {"count": value}}
-        error_of(shell.client.post(URL, json=body), 400, "invalid_request_error", "invalid_value", "messages")
-
-    @pytest.mark.parametrize("number", [2**64 - 1, -(2**63)])
-    def test_those_that_do(self, shell: LiveGateway, number: int) -> None:
-        body = {**CHAT, "max_tokens": 1, "chat_template_kwargs": {"count": number}}
-        assert shell.client.post(URL, json=body).status_code == 200
-
-
 class TestUrls:
     @pytest.mark.parametrize(
         "path", ["/", "/v1", "/v1/nothing", "/v1/chat/completions/x", "/%00", "/debug/requests/none/such"]
