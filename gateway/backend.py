@@ -3,7 +3,8 @@ The engines: all replicas, which of them gets a request, and the deadlines of wh
 """
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Protocol
 
 from cache.prefix_index import PrefixIndex
@@ -69,16 +70,34 @@ class Backend:
         """What a healthy engine says of itself: enough to plan a request.  Raises ApiError when there is none."""
         return self._healthy()[0][1]
 
-    async def choose(self, messages: Sequence[GenerateRequest], fingerprint: str = "", key: str = "") -> Placement:
+    async def choose(self, messages: Sequence[GenerateRequest], fingerprint: str = "") -> Placement:
         """
         A healthy replica.  Raises ApiError when there is none.
 
         Args:
             messages: the sequences of one request; they stay together.
             fingerprint: only engines with these weights, if it is not empty.
-            key: what requests have in common that had better meet; empty: nothing is known of that.
         """
-        return await self._router.place(lambda: self._healthy(fingerprint), messages, key)
+        matched = await self._router.look_up(self._healthy(fingerprint), messages)
+        return self._router.place(self._healthy(fingerprint), messages, matched)
+
+    @contextlib.contextmanager
+    def choosing(self, messages: Sequence[GenerateRequest], *, key: str) -> Iterator[Callable[[], Awaitable[Placement]]]:
+        """
+        The same while something else is waited for: the index is asked at once, the choice made when it is called for.
+
+        `key` is what requests have in common that had better meet; empty: nothing is known of that.
+        """
+        looking = asyncio.create_task(self._router.look_up(self._healthy(), messages), name="prefix look-up")
+
+        async def chosen() -> Placement:
+            matched = await looking
+            return self._router.place(self._healthy(), messages, matched, key)
+
+        try:
+            yield chosen
+        finally:
+            looking.cancel()
 
     def _healthy(self, fingerprint: str = "") -> list[tuple[Replica, Hello]]:
         now_ns = clock.now_ns()

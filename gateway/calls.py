@@ -13,7 +13,9 @@ engine: what it is sent as next is its prompt and its output so far, and the res
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import Context, copy_context
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -34,7 +36,11 @@ class Engine(Protocol):
 
 
 class Flight:
-    """The calls of one request.  One reader waits for news of any of them."""
+    """
+    The calls of one request.  One reader hears of news of any of them.
+
+    It either waits for them, or is called: a callback costs a third of waking a task, and most news are one token.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -43,7 +49,10 @@ class Flight:
         self.error: ApiError | None = None
         self.on_interrupt: list[Callable[[], None]] = []
         """For those who do not wait for news of calls, but for an upstream."""
-        self._news = asyncio.Event()
+        self._has_news = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
+        self._context: Context | None = None
 
     @property
     def finished(self) -> bool:
@@ -53,21 +62,48 @@ class Flight:
     def interrupt(self, error: ApiError) -> None:
         """Something ends the whole request; the first such thing counts."""
         self.error = self.error or error
-        self._news.set()
+        self.wake()
         for tell in self.on_interrupt:
             tell()
 
     def wake(self) -> None:
-        """A call has news."""
-        self._news.set()
+        """A call has news.  What comes before the reader's turn it hears of at once."""
+        if self._has_news:
+            return
+        self._has_news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        elif self._listener is not None:
+            asyncio.get_running_loop().call_soon(self._tell, context=self._context)
 
     async def wait(self) -> None:
         """Until there is news.  Raises ApiError when the request is interrupted."""
-        if self.error is None:
-            await self._news.wait()
-            self._news.clear()
+        if self.error is None and not self._has_news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._has_news = False
         if self.error is not None:
             raise self.error
+
+    @contextlib.contextmanager
+    def told(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Meanwhile `listener`, which must not raise, is called when there is news, in the context of its caller."""
+        self._listener, self._context = listener, copy_context()
+        if self._has_news:
+            self._has_news = False
+            self.wake()
+        try:
+            yield
+        finally:
+            self._listener = self._context = None
+
+    def _tell(self) -> None:
+        if self._listener is not None:
+            self._has_news = False
+            self._listener()
 
 
 class Life(NamedTuple):

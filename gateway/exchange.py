@@ -118,6 +118,24 @@ class Exchange:
             self.answered = True
             self.book.enter("finalize", clock.now_ns())
 
+    @property
+    def blocked(self) -> bool:
+        """Whether a write would have to wait for the client to read."""
+        return self._flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        """
+        More of a stream, at once: what `send` does for a part in the middle, without a task that wakes up for it.
+
+        Only while an engine has the request, whose time it is, and while the client reads: not when `blocked`.
+        """
+        sending = self._send({"type": "http.response.body", "body": data, "more_body": True})
+        try:
+            sending.send(None)  # type: ignore[attr-defined]  # the server's `send` is a coroutine
+        except StopIteration:
+            return
+        raise AssertionError("the server's send waits although it is not paused")
+
     async def _send_to_slow(self, message: Message) -> None:
         """Only such a write waits, so no other needs a deadline."""
         try:

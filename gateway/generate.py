@@ -37,6 +37,9 @@ Asked = ChatRequest | CompletionRequest
 Event = tuple[bytes, bool]
 """Bytes of a stream, one or more events, and whether more will follow."""
 
+News = list[tuple[int, Piece]]
+"""What became certain of which choices."""
+
 SEQUENCES_MAX = 128
 """Prompts times choices of one request."""
 
@@ -211,6 +214,11 @@ class _Running:
         raise error
 
     @property
+    def ends(self) -> bool:
+        """Whether the next time is the last."""
+        return self.call.finish is not None
+
+    @property
     def output_tokens(self) -> int:
         """Up to and including the token that completed a stop string, or the stop token."""
         assert self.call.finish is not None
@@ -241,6 +249,8 @@ class Generation:
             )
             for message in planned.messages
         ]
+        self._open = list(enumerate(self._running))
+        """Those that are not complete."""
 
     async def launch(self, placed: Placement) -> dict[str, str]:
         """Send, and wait until all are accepted.  Returns headers that say what that took.  Raises ApiError."""
@@ -279,8 +289,8 @@ class Generation:
         try:
             if opening := b"".join(writer.opening(index) for index in range(len(self._running))):
                 yield opening, True
-            async for news in self._news():
-                if data := b"".join(self._written(writer, index, piece) for index, piece in news):
+            async for news in self._news(writer):
+                if data := self._encoded(writer, news):
                     yield data, True
         except ApiError as error:
             self._exchange.outcome = error.outcome
@@ -296,39 +306,63 @@ class Generation:
         self._succeed()
         yield last + DONE, False
 
-    def _written(self, writer: Writer, index: int, piece: Piece) -> bytes:
-        one = self._running[index]
-        data = writer.delta(index, piece)
-        return data + writer.ending(index, one.finish_reason) if one.done else data
+    def _encoded(self, writer: Writer, news: News) -> bytes:
+        parts: list[bytes] = []
+        for index, piece in news:
+            parts.append(writer.delta(index, piece))
+            if self._running[index].done:
+                parts.append(writer.ending(index, self._running[index].finish_reason))
+        return b"".join(parts)
 
-    async def _news(self) -> AsyncIterator[list[tuple[int, Piece]]]:
+    async def _news(self, writer: Writer | None = None) -> AsyncIterator[News]:
         """
         What became certain of each choice, for all that have come further, until all are complete.
 
+        With a `writer` most of it goes straight to the client; what is left are ends, and what a slow client is owed.
         Raises ApiError when a sequence fails or the request is interrupted, after what had come before.
         """
-        open_choices = list(enumerate(self._running))
         interruption: ApiError | None = None
         while True:
-            news, failure = self._read(open_choices)
+            news, failure = self._read()
             if news:
                 yield news
             if failure is not None:
                 raise failure
-            open_choices = [(index, one) for index, one in open_choices if not one.done]
-            if not open_choices:
+            if not self._open:
                 return
             if interruption is not None:
                 raise interruption
             try:
+                if writer is not None:
+                    await self._push(writer)
                 await self._exchange.flight.wait()
             except ApiError as error:
                 interruption = error
 
-    def _read(self, choices: Sequence[tuple[int, _Running]]) -> tuple[list[tuple[int, Piece]], ApiError | None]:
-        """What became certain of these, up to the first that has failed, and why that has."""
-        news: list[tuple[int, Piece]] = []
-        for index, one in choices:
+    async def _push(self, writer: Writer) -> None:
+        """Write tokens as they come, until there is something else to do."""
+        exchange = self._exchange
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def write() -> None:
+            if over.done():
+                return
+            try:
+                if exchange.flight.error is not None or exchange.blocked or any(one.ends for _, one in self._open):
+                    over.set_result(None)
+                elif data := self._encoded(writer, self._read()[0]):
+                    exchange.write(data)
+            except Exception as error:  # noqa: BLE001  It is the answer's, and not the event loop's.
+                over.set_exception(error)
+
+        with exchange.flight.told(write):
+            await over
+        exchange.flight.wake()  # for whoever is awake now
+
+    def _read(self) -> tuple[News, ApiError | None]:
+        """What became certain of those that are not complete, up to the first that has failed, and why that has."""
+        news: News = []
+        for index, one in self._open:
             try:
                 piece = one.read()
             except ApiError as error:
@@ -337,6 +371,8 @@ class Generation:
             if piece.text or piece.entries or one.done:
                 news.append((index, piece))
         self._exchange.live.output_tokens = sum(len(one.call.emitted) for one in self._running)
+        if any(one.done for _, one in self._open):
+            self._open = [(index, one) for index, one in self._open if not one.done]
         return news, None
 
     def _note(self, one: _Running) -> None:

@@ -5,7 +5,7 @@ What the engines report of their prefix caches goes the other way: from a replic
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,8 @@ HASHED_INLINE_TOKENS_MAX = 4096
 NEWS_LOST = "pellucid_prefix_index_news_lost_total"
 
 Connected = Sequence[tuple[Replica, Hello]]
+Matched = Mapping[str, int]
+"""Tokens of a prompt in the cache of an engine, by its epoch; those that have none may be left out."""
 
 
 class Observer(Protocol):
@@ -55,28 +57,42 @@ class Router:
         self._turn = 0
         self._dropped = 0
 
-    async def place(
-        self, healthy: Callable[[], Connected], messages: Sequence[GenerateRequest], key: str = ""
+    async def look_up(self, connected: Connected, messages: Sequence[GenerateRequest]) -> Matched | None:
+        """What of their longest prompt is where.  None: it does not matter, or nobody could be asked."""
+        if self._index is None or not self._wants(connected):
+            return None
+        longest = _longest(messages)
+        hellos = [hello for _, hello in connected]
+        sizes = sorted({hello.block_slots for hello in hellos})  # nearly always one: a name is of blocks of one size
+        try:
+            found = [await self._of_size(self._index, size, longest, hellos) for size in sizes]
+        except Unavailable:
+            return None
+        return {epoch: tokens for part in found for epoch, tokens in part.items()}
+
+    def _wants(self, connected: Connected) -> bool:
+        return self._policy == "prefix" and len(connected) > 1
+
+    def place(
+        self, connected: Connected, messages: Sequence[GenerateRequest], matched: Matched | None, key: str = ""
     ) -> Placement:
         """
-        A replica for one request.  Raises what `healthy` raises.
+        A replica for one request.
 
         Args:
-            healthy: who could have it, at least one; asked again once the index has answered.
+            connected: who could have it, at least one.
             messages: its sequences; they stay together.
+            matched: what `look_up` has found.
             key: what requests of its tenant have in common that should meet again; empty: nothing is known of that.
         """
-        longest = max(messages, key=lambda message: len(message.prompt))
-        connected = healthy()
-        wanted = self._policy == "prefix" and len(connected) > 1
-        matched = await self._look_up(longest, [hello for _, hello in connected]) if wanted else None
-        connected = healthy()
+        longest = _longest(messages)
         now_ns = clock.now_ns()
         candidates = [candidate(one, hello, (matched or {}).get(hello.epoch, 0), now_ns) for one, hello in connected]
+        unknown = matched is None and self._wants(connected)
         ask = Ask(
             prompt_tokens=len(longest.prompt),
             key=f"{longest.tenant}\0{key}".encode("utf-8", "surrogatepass") if key else b"",
-            first_block=_first_block(longest, connected[0][1].block_slots) if wanted and matched is None else b"",
+            first_block=_first_block(longest, connected[0][1].block_slots) if unknown else b"",
         )
         chosen, reason = choose(self._policy, candidates, ask, turn=self._turn, rng=self._rng)
         self._turn += 1
@@ -84,25 +100,15 @@ class Router:
         promised = candidates[chosen].matched_tokens if matched is not None and same else None
         return Placement(*connected[chosen], reason, promised)
 
-    async def _look_up(self, message: GenerateRequest, hellos: Sequence[Hello]) -> dict[str, int] | None:
-        """Tokens of the prompt by epoch, for those that have any.  None: nobody could be asked."""
-        if self._index is None:
-            return None
-        sizes = sorted({hello.block_slots for hello in hellos})  # nearly always one: a name is of blocks of one size
-        try:
-            found = await asyncio.gather(*(self._of_size(size, message, hellos) for size in sizes))
-        except Unavailable:
-            return None
-        return {epoch: tokens for part in found for epoch, tokens in part.items()}
-
-    async def _of_size(self, size: int, message: GenerateRequest, hellos: Sequence[Hello]) -> dict[str, int]:
-        assert self._index is not None
+    async def _of_size(
+        self, index: PrefixIndex, size: int, message: GenerateRequest, hellos: Sequence[Hello]
+    ) -> Matched:
         epochs = [hello.epoch for hello in hellos if hello.block_slots == size]
         if len(message.prompt) <= HASHED_INLINE_TOKENS_MAX:
             names = indexed_names(message.tenant, message.prompt, size)
         else:
             names = await asyncio.to_thread(indexed_names, message.tenant, message.prompt, size)
-        counts = await self._index.matched(names, epochs)
+        counts = await index.matched(names, epochs)
         return {epoch: count * indexed_tokens(size) for epoch, count in zip(epochs, counts, strict=True)}
 
     # ---- what engines report
@@ -127,6 +133,10 @@ class Router:
         """Write no more."""
         if self._index is not None:
             await self._index.aclose()
+
+
+def _longest(messages: Sequence[GenerateRequest]) -> GenerateRequest:
+    return max(messages, key=lambda message: len(message.prompt))
 
 
 def _first_block(message: GenerateRequest, block_slots: int) -> bytes:

@@ -230,14 +230,14 @@ class Gateway:
         planned = plan(asked, prompts, exchange, self.backend.facts(), self.text, self.options)
         if any(self.backend.poison.refuses(message, clock.now_ns()) for message in planned.messages):
             raise errors.poisonous()
-        await self.admission.reserve(
-            exchange.ticket,
-            prompt_tokens=sum(map(len, prompts)),
-            sequences=len(planned.messages),
-            tokens_max=asked.tokens_max,
-        )
-        key = asked.prompt_cache_key or asked.user or ""
-        placed = await self.backend.choose(planned.messages, key=key)
+        with self.backend.choosing(planned.messages, key=asked.prompt_cache_key or asked.user or "") as chosen:
+            await self.admission.reserve(
+                exchange.ticket,
+                prompt_tokens=sum(map(len, prompts)),
+                sequences=len(planned.messages),
+                tokens_max=asked.tokens_max,
+            )
+            placed = await chosen()
         self._check_wanted(exchange)
         hello = placed.hello
         exchange.live.placed(hello.replica, placed.reason, placed.promised_tokens)
