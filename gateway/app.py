@@ -21,8 +21,8 @@ from gateway.config import GatewayOptions
 from gateway.errors import ApiError
 from gateway.exchange import Exchange
 from gateway.front import Front
-from gateway.generate import SEQUENCES_MAX
 from gateway.openapi import Schema, document
+from gateway.planning import SEQUENCES_MAX
 from gateway.routes import HANDLERS, on_api_error, on_crash, on_http_error, provide_exchange, provide_gateway, routes
 from gateway.service import Gateway
 from gateway.siblings import Siblings

@@ -26,6 +26,10 @@ PROBE_S = 1.0
 DEADLINE_GRACE_S = 2.0  # the engine enforces the deadline itself; this is for one that does not
 
 
+Chosen = Callable[[], Awaitable[Placement]]
+"""Raises ApiError when there is no healthy replica."""
+
+
 class Watcher(StepWatcher, Observer, Protocol):
     """The telemetry hub."""
 
@@ -82,7 +86,7 @@ class Backend:
         return self._router.place(self._healthy(fingerprint), messages, matched)
 
     @contextlib.contextmanager
-    def choosing(self, messages: Sequence[GenerateRequest], *, key: str) -> Iterator[Callable[[], Awaitable[Placement]]]:
+    def choosing(self, messages: Sequence[GenerateRequest], *, key: str) -> Iterator[Chosen]:
         """
         The same while something else is waited for: the index is asked at once, the choice made when it is called for.
 

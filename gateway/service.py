@@ -20,8 +20,9 @@ from gateway.config import GatewayOptions
 from gateway.decode import T, check_token_ids, decode, of_body, split_prompts
 from gateway.errors import ApiError
 from gateway.exchange import Exchange
-from gateway.generate import Asked, Event, Generation, parameters, plan, weight_attributes
+from gateway.generation import Event, Generation
 from gateway.models import Models
+from gateway.planning import Asked, parameters, plan, weight_attributes
 from gateway.renderer import RendererBusy
 from gateway.siblings import Siblings
 from gateway.stream import ChatWriter, CompletionWriter, Writer
