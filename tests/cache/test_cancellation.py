@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import uvloop
 from redis.asyncio.cluster import RedisCluster
 
 from cache.connection import Script, Store
 from cache.errors import Unavailable
+from cache.redis_url import parse_redis_url
 from tests.cache import servers
 from tests.cache.conftest import OpenStore
 from tests.cache.proxy import Proxy, proxying
@@ -181,15 +183,51 @@ async def test_a_master_that_was_demoted_is_left(own_valkey: Server, open_store:
         assert proxy.connections == 2
 
 
-async def test_a_busy_event_loop_is_not_held_against_the_server(valkey: Server, open_store: OpenStore) -> None:
-    store = open_store(valkey.url, command_timeout_ms=50)
+def test_a_busy_event_loop_is_not_held_against_the_server(valkey: Server) -> None:
+    """With the event loop of production: it looks at its timers before it reads what has come."""
+
+    async def busy() -> int:
+        store = Store(parse_redis_url(valkey.url), connect_timeout_ms=5000, command_timeout_ms=50)
+        await store.run(SAY, ["x:{x}"], [""])
+        for number in range(5):
+            task = asyncio.create_task(store.run(SAY, ["x:{x}"], [str(number)]))
+            await asyncio.sleep(0)
+            time.sleep(0.1)  # this is the fault
+            assert await task == [b"x:{x}", str(number).encode()]
+        failed = store.health.failed
+        await store.aclose()
+        return failed
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(busy()) == 0
+
+
+async def test_an_answered_command_has_no_deadline_any_more(proxy: Proxy, open_store: OpenStore) -> None:
+    store = open_store(f"unix://{proxy.path}", command_timeout_ms=50)
+    for _ in range(3):
+        await store.run(SAY, ["x:{x}"], [""])
+        await asyncio.sleep(0.08)
+    assert proxy.connections == 1
+
+
+async def test_commands_that_wait_are_bounded(
+    proxy: Proxy, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those whose callers have left: a server that is silent must not fill our memory."""
+    monkeypatch.setattr("cache.link.COMMANDS_MAX", 8)
+    store = open_store(f"unix://{proxy.path}")
     await store.run(SAY, ["x:{x}"], [""])
-    for number in range(3):
-        task = asyncio.create_task(store.run(SAY, ["x:{x}"], [str(number)]))
-        await asyncio.sleep(0)
-        time.sleep(0.1)
-        assert await task == [b"x:{x}", str(number).encode()]
-    assert store.health.failed == 0
+    proxy.passing.clear()
+    tasks = [asyncio.create_task(store.run(SAY, ["x:{x}"], [str(number)])) for number in range(8)]
+    await asyncio.sleep(0)
+    for task in tasks[:4]:
+        task.cancel()
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="8 commands are waiting already"):
+        await store.run(SAY, ["x:{x}"], [""])
+    proxy.passing.set()
+    assert [reply[1] for reply in await asyncio.gather(*tasks[4:])] == [b"4", b"5", b"6", b"7"]
+    await store.run(SAY, ["x:{x}"], [""])
 
 
 @pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"+OK\r\n+OK\r\n", b"\x00" * 100, b"$5\r\nab"])
