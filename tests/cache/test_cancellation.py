@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -184,17 +185,28 @@ async def test_a_master_that_was_demoted_is_left(own_valkey: Server, open_store:
 
 
 def test_a_busy_event_loop_is_not_held_against_the_server(valkey: Server) -> None:
-    """With the event loop of production: it looks at its timers before it reads what has come."""
+    """With the event loop of production: between what it reads and what comes meanwhile it looks at its timers."""
 
     async def busy() -> int:
         store = Store(parse_redis_url(valkey.url), connect_timeout_ms=5000, command_timeout_ms=50)
         await store.run(SAY, ["x:{x}"], [""])
+        near, far = socket.socketpair()
+        near.setblocking(False)
+
+        def stall() -> None:
+            near.recv(1)
+            time.sleep(0.1)
+
+        asyncio.get_running_loop().add_reader(near, stall)
         for number in range(5):
             task = asyncio.create_task(store.run(SAY, ["x:{x}"], [str(number)]))
             await asyncio.sleep(0)
-            time.sleep(0.1)  # this is the fault
+            far.send(b"x")
             assert await task == [b"x:{x}", str(number).encode()]
         failed = store.health.failed
+        asyncio.get_running_loop().remove_reader(near)
+        near.close()
+        far.close()
         await store.aclose()
         return failed
 
