@@ -5,6 +5,8 @@ Each command runs in a task of its own, which its caller cannot cancel and which
 a connection and connecting included.  So a storm of disconnecting clients neither leaves replies behind for the next
 user of a connection nor makes us reconnect.  At the deadline redis-py drops the connection, and the reply with it
 (tests/cache/test_cancellation.py holds it to that).
+
+Its own timers do not know of cache.deadline: an event loop that is more than a deadline behind finds a cluster silent.
 """
 
 import asyncio

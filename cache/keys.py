@@ -146,7 +146,7 @@ class Keys:
         account = account_of(stored.key, _decode(tenant_text, Tenant), _decode(organisation_text, Organisation))
         entry = _Entry(stored, Identity(key=stored.key, account=account), asked_ns)
         self._entries.pop(key_id, None)
-        if known and entry.stored.key.revoked_s is None:
+        if known:
             self._entries[key_id] = entry
             if len(self._entries) > self._entries_max:
                 self._entries.popitem(last=False)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import hiredis
 
+from cache.deadline import patience
 from cache.errors import Misconfigured, Unavailable
 from cache.link import Connect, Link, Wire, Words
 from cache.redis_url import OPTION, RedisUrl
@@ -103,7 +104,7 @@ async def _ask_sentinels(url: RedisUrl, context: ssl.SSLContext | None, timeout_
     """Where the master is, by the first sentinel that knows.  Raises Unavailable."""
     for host, port in url.hosts:
         with contextlib.suppress(OSError, Unavailable):
-            async with asyncio.timeout(timeout_s):
+            async with patience(timeout_s):
                 return await _ask_sentinel(url, host, port, context, timeout_s)
     raise Unavailable(f"no sentinel knows a master named {url.service}")
 

@@ -5,24 +5,23 @@ A caller may leave at any time.  Its reply is taken from its place in the order 
 else ever gets to see it, and nothing need be connected anew (tests/cache/test_cancellation.py).  A reply that misses
 its deadline retires the connection: what else is on it may still be answered, and who comes next gets a new one.
 
-A wait that was our own fault, because the event loop was busy elsewhere, is not held against the server: what has come
-meanwhile is read first.
+A wait that was our own fault, because the event loop was busy elsewhere, is not the server's (cache.deadline).
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final, cast
 
 import hiredis
 
+from cache.deadline import Deadline, patience
 from cache.errors import ScriptMissing, Unavailable
 from telemetry import clock
 
 COMMANDS_MAX = 1024
 """On one connection, those whose callers have left included."""
-STALL_MS = 10
-"""A deadline that is noticed so much too late was missed by us."""
 REASON_CHARS_MAX = 200
 Words = Sequence[str | bytes | int]
 Connect = Callable[["Callable[[], Wire]"], Awaitable["Wire"]]
@@ -33,11 +32,11 @@ _MORE: Final = object()
 class _Command:
     """What is expected of the server, in its turn."""
 
-    __slots__ = ("future", "timer")
+    __slots__ = ("deadline", "future")
 
-    def __init__(self, future: "asyncio.Future[object]") -> None:
+    def __init__(self, future: "asyncio.Future[object]", deadline: Deadline) -> None:
         self.future = future
-        self.timer: asyncio.TimerHandle | None = None
+        self.deadline = deadline
 
 
 class Wire(asyncio.Protocol):
@@ -62,13 +61,10 @@ class Wire(asyncio.Protocol):
             raise Unavailable("the connection was lost")
         if len(self._commands) >= COMMANDS_MAX:
             raise Unavailable(f"{COMMANDS_MAX} commands are waiting already")
-        loop = asyncio.get_running_loop()
-        command = _Command(loop.create_future())
-        due_ns = clock.now_ns() + round(timeout_s * 1e9)
-        command.timer = loop.call_later(timeout_s, self._late, command, timeout_s, due_ns)
-        self._commands.append(command)
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._commands.append(_Command(future, Deadline(timeout_s, partial(self._late, future, timeout_s))))
         self._transport.write(hiredis.pack_command(tuple(words)))  # type: ignore[arg-type]  # its stub allows one word
-        return command.future
+        return future
 
     def retire(self) -> None:
         """Take nothing new, and end once nobody waits for anything that is on its way."""
@@ -90,15 +86,9 @@ class Wire(asyncio.Protocol):
         if waiting:
             await asyncio.wait(waiting)
 
-    def _late(self, command: _Command, timeout_s: float, due_ns: int) -> None:
-        now_ns = clock.now_ns()
-        if now_ns - due_ns > STALL_MS * 1_000_000:
-            again_ns = now_ns + STALL_MS * 1_000_000
-            loop = asyncio.get_running_loop()
-            command.timer = loop.call_later(STALL_MS / 1000, self._late, command, timeout_s, again_ns)
-            return
-        if not command.future.done():
-            command.future.set_exception(Unavailable(f"no answer within {timeout_s * 1000:.0f} ms", maybe_ran=True))
+    def _late(self, future: "asyncio.Future[object]", timeout_s: float) -> None:
+        if not future.done():
+            future.set_exception(Unavailable(f"no answer within {timeout_s * 1000:.0f} ms", maybe_ran=True))
         self.retire()
 
     # ---- what the transport says
@@ -113,8 +103,7 @@ class Wire(asyncio.Protocol):
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not _MORE:
                 command = self._commands.popleft()
-                assert command.timer is not None, "each has its deadline"
-                command.timer.cancel()
+                command.deadline.cancel()
                 if not command.future.done():
                     command.future.set_result(reply)
         except (hiredis.ProtocolError, IndexError):  # what is no reply, or nobody's
@@ -131,8 +120,7 @@ class Wire(asyncio.Protocol):
 
     def _fail(self, reason: str) -> None:
         for command in self._commands:
-            assert command.timer is not None, "each has its deadline"
-            command.timer.cancel()
+            command.deadline.cancel()
             if not command.future.done():
                 command.future.set_exception(Unavailable(reason, maybe_ran=True))
         self._commands.clear()
@@ -157,7 +145,8 @@ class Link:
         if wire is None or not wire.usable:
             began_ns = clock.now_ns()
             wire = await self._connected(timeout_s)
-            timeout_s = max(0.0, timeout_s - (clock.now_ns() - began_ns) / 1e9)
+            # Half of it at the least: it may be us who were slow.
+            timeout_s = max(timeout_s / 2, timeout_s - (clock.now_ns() - began_ns) / 1e9)
         reply = await wire.send(words, timeout_s)
         if isinstance(reply, hiredis.ReplyError):
             if str(reply).startswith("READONLY"):
@@ -184,7 +173,7 @@ class Link:
             self._connecting = asyncio.create_task(self._begin(), name="connect to redis")
             self._connecting.add_done_callback(self._begun)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with patience(timeout_s):
                 return await asyncio.shield(self._connecting)
         except TimeoutError:
             raise Unavailable(f"no connection within {timeout_s * 1000:.0f} ms") from None
@@ -204,7 +193,7 @@ class Link:
             return wire
 
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with patience(self._connect_timeout_s):
                 wire = await self._connect(make)
                 answers = [wire.send(words, self._connect_timeout_s) for words in self._greeting]
                 for reply in await asyncio.gather(*answers):
@@ -213,6 +202,7 @@ class Link:
         except BaseException as error:
             for one in made:
                 one.abort()
+                self._wires.discard(one)  # where connecting was broken off uvloop never says that it is lost
             if not isinstance(error, OSError):
                 raise
             reason = str(error) or f"no connection within {self._connect_timeout_s * 1000:.0f} ms"

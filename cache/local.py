@@ -37,7 +37,6 @@ class Bucket:
         """Another limit from now on; it holds no more for that."""
         self.refill(now_us)
         self.limit = limit
-        self._units = min(self._units, limit * self._period_us)
 
     def wait_us(self, wanted: int) -> int:
         """Until it holds `wanted`; NEVER."""

@@ -423,17 +423,29 @@ def _kv_slots(view: View) -> Points:
     ]
 
 
-def _limits(name: str, kind: Literal["counter", "gauge"], help: str, amount: Callable[[LimitsView], int]) -> Metric:
+def _limits(
+    name: str,
+    kind: Literal["counter", "gauge"],
+    help: str,
+    amount: Callable[[LimitsView], int],
+    join: Literal["sum", "most", "least"] = "sum",
+) -> Metric:
     """A number of the server for keys and limits; nothing is shown where there is none."""
 
     def read(view: View) -> Points:
         return [((), amount(view.limits))] if view.limits is not None else []
 
-    return Metric(name=name, kind=kind, help=help, of_view=read)
+    return Metric(name=name, kind=kind, help=help, join=join, of_view=read)
 
 
 LIMIT_METRICS = (
-    _limits("pellucid_redis_up", "gauge", "Whether the server for keys and limits answers.", lambda view: int(view.up)),
+    _limits(
+        "pellucid_redis_up",
+        "gauge",
+        "Whether the server for keys and limits answers all gateway workers.",
+        lambda view: int(view.up),
+        join="least",
+    ),
     _limits(
         "pellucid_redis_breaker_openings_total",
         "counter",
@@ -451,6 +463,7 @@ LIMIT_METRICS = (
         "gauge",
         "Gateway processes that share the limits: without the server each grants one part in so many.",
         lambda view: view.workers,
+        join="most",
     ),
     _limits(
         "pellucid_limit_reservations_held",

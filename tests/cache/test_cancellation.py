@@ -3,15 +3,18 @@
 import asyncio
 import contextlib
 import random
+import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 from redis.asyncio.cluster import RedisCluster
 
-from cache.connection import Script, Store
+from cache.connection import Health, Script, Store
 from cache.errors import Unavailable
+from cache.redis_url import parse_redis_url
 from tests.cache import servers
 from tests.cache.conftest import OpenStore
 from tests.cache.proxy import Proxy, proxying
@@ -100,7 +103,7 @@ async def test_redis_py_drops_the_connection_of_a_cancelled_command(tmp_path: Pa
 async def test_replies_that_a_frozen_cluster_held_back_are_nobodys(tmp_path: Path, open_store: OpenStore) -> None:
     with servers.cluster(tmp_path, nodes=1) as (node,):
         url = node.url.replace("redis:", "redis+cluster:")
-        store = open_store(url, probe_interval_ms=5, command_timeout_ms=100)
+        store = open_store(url, probe_interval_ms=5, command_timeout_ms=250)
         await store.run(SAY, ["x:{x}"], ["warm"])
         node.freeze()
         for number in range(3):
@@ -181,15 +184,109 @@ async def test_a_master_that_was_demoted_is_left(own_valkey: Server, open_store:
         assert proxy.connections == 2
 
 
-async def test_a_busy_event_loop_is_not_held_against_the_server(valkey: Server, open_store: OpenStore) -> None:
-    store = open_store(valkey.url, command_timeout_ms=50)
+def test_a_busy_event_loop_is_not_held_against_the_server(valkey: Server) -> None:
+    """With the event loop of production: between what it reads and what comes meanwhile it looks at its timers."""
+
+    async def busy() -> int:
+        store = Store(parse_redis_url(valkey.url), connect_timeout_ms=5000, command_timeout_ms=50)
+        await store.run(SAY, ["x:{x}"], [""])
+        near, far = socket.socketpair()
+        near.setblocking(False)
+
+        def stall() -> None:
+            near.recv(1)
+            time.sleep(0.1)
+
+        asyncio.get_running_loop().add_reader(near, stall)
+        for number in range(5):
+            task = asyncio.create_task(store.run(SAY, ["x:{x}"], [str(number)]))
+            await asyncio.sleep(0)
+            far.send(b"x")
+            assert await task == [b"x:{x}", str(number).encode()]
+        failed = store.health.failed
+        asyncio.get_running_loop().remove_reader(near)
+        near.close()
+        far.close()
+        await store.aclose()
+        return failed
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(busy()) == 0
+
+
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "not connected"])
+@pytest.mark.parametrize(("busy_s", "times"), [(0.3, 1), (0.055, 12)], ids=["once", "again and again"])
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_flood_of_requests_does_not_lift_the_limits(
+    valkey: Server, make_loop: Callable[[], asyncio.AbstractEventLoop], busy_s: float, times: int, connected: bool
+) -> None:
+    """It puts the event loop behind by more than a command may take: not for long, or each time that it goes round."""
+
+    async def flooded() -> Health:
+        store = Store(parse_redis_url(valkey.url), connect_timeout_ms=50, command_timeout_ms=50)
+        if connected:
+            await store.run(SAY, ["x:{x}"], [""])
+
+        async def flood() -> None:
+            for _ in range(times):
+                time.sleep(busy_s)
+                await asyncio.sleep(0)
+
+        flooding = asyncio.create_task(flood())
+        commands = [store.run(SAY, ["x:{x}"], [str(number)]) for number in range(8)]
+        await asyncio.gather(*commands, return_exceptions=True)
+        await flooding
+        await store.aclose()
+        return store.health
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        assert runner.run(flooded()) == Health(state="closed", reason="", openings=0, failed=0)
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_connection_that_is_broken_off_as_it_begins_does_not_hold_up_the_end(
+    valkey: Server, make_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def broken_off(turns: int) -> None:
+        store = Store(parse_redis_url(valkey.url))
+        asking = asyncio.create_task(store.run(SAY, ["x:{x}"], [""]))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(store.aclose(), 10)
+        await asyncio.wait({asking})
+        asking.cancelled() or asking.exception()
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        for turns in range(8):
+            runner.run(broken_off(turns))
+
+
+async def test_an_answered_command_has_no_deadline_any_more(proxy: Proxy, open_store: OpenStore) -> None:
+    store = open_store(f"unix://{proxy.path}", command_timeout_ms=50)
+    for _ in range(3):
+        await store.run(SAY, ["x:{x}"], [""])
+        await asyncio.sleep(0.08)
+    assert proxy.connections == 1
+
+
+async def test_commands_that_wait_are_bounded(
+    proxy: Proxy, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those whose callers have left: a server that is silent must not fill our memory."""
+    monkeypatch.setattr("cache.link.COMMANDS_MAX", 8)
+    store = open_store(f"unix://{proxy.path}")
     await store.run(SAY, ["x:{x}"], [""])
-    for number in range(3):
-        task = asyncio.create_task(store.run(SAY, ["x:{x}"], [str(number)]))
-        await asyncio.sleep(0)
-        time.sleep(0.1)
-        assert await task == [b"x:{x}", str(number).encode()]
-    assert store.health.failed == 0
+    proxy.passing.clear()
+    tasks = [asyncio.create_task(store.run(SAY, ["x:{x}"], [str(number)])) for number in range(8)]
+    await asyncio.sleep(0)
+    for task in tasks[:4]:
+        task.cancel()
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="8 commands are waiting already"):
+        await store.run(SAY, ["x:{x}"], [""])
+    proxy.passing.set()
+    assert [reply[1] for reply in await asyncio.gather(*tasks[4:])] == [b"4", b"5", b"6", b"7"]
+    await store.run(SAY, ["x:{x}"], [""])
 
 
 @pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"+OK\r\n+OK\r\n", b"\x00" * 100, b"$5\r\nab"])

@@ -1,12 +1,14 @@
 """The store: every kind of server, scripts, the deadline, the breaker."""
 
 import asyncio
+import contextlib
 import statistics
 import time
 from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
+from redis.crc import key_slot
 
 from cache.breaker import NS_PER_S, Breaker
 from cache.connection import Script, Store
@@ -179,6 +181,49 @@ async def test_cluster_commands_survive_a_dead_node_elsewhere(tmp_path: Path, op
             except Unavailable:
                 pass  # its slots lay on the dead node
         assert served
+
+
+async def test_the_probe_goes_where_the_failure_was(tmp_path: Path, open_store: OpenStore) -> None:
+    """On a cluster another node is well, and says nothing of the one that is not."""
+    with servers.cluster(tmp_path) as nodes:
+        for node in nodes:
+            node.ask("CONFIG", "SET", "cluster-require-full-coverage", "no")
+        share = 16384 // 3
+        home = min(2, key_slot(b"pellucid") // share)  # where a probe goes before anything has failed
+        dead = next(number for number in (1, 2) if number != home)
+        tag = next(str(n) for n in range(999) if min(2, key_slot(str(n).encode()) // share) == dead)
+        url = "redis+cluster://" + nodes[0].url.removeprefix("redis://")
+        store = open_store(url, probe_interval_ms=20, command_timeout_ms=200)
+        await echo(store, "x", f"echo:{{{tag}}}")
+        nodes[dead].kill()
+        async with asyncio.timeout(20):
+            while store.health.state == "closed":
+                with contextlib.suppress(Unavailable):
+                    await echo(store, "x", f"echo:{{{tag}}}")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(store.up.wait(), 0.5)
+        assert store.health.openings == 1
+
+
+async def test_a_probe_that_meets_a_fault_of_ours_is_not_the_last(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(f"unix://{tmp_path}/v/valkey.sock", probe_interval_ms=20)
+    assert not await store.start()
+    faults = 0
+
+    async def fail(*_: object) -> object:
+        nonlocal faults
+        faults += 1
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("cache.link.Link.execute", fail)
+        async with asyncio.timeout(10):
+            while faults < 2:
+                await asyncio.sleep(0.005)
+    with servers.embedded(tmp_path / "v"):
+        await asyncio.wait_for(store.up.wait(), 10)
 
 
 def test_the_breaker_opens_at_the_fifth_failure_within_the_window() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from cache.accounts import Limits
 from cache.key_records import Tenant
+from cache.limits import WORKERS_KEY
 from tests.http.asking import COMPLETIONS_URL, Pair, prompt
 from tests.http.conftest import Custom
 from tests.http.guard import Guard, ask, bearer, until
@@ -120,6 +121,19 @@ def test_a_server_that_freezes_while_a_stream_runs_is_paid_later(guarded: Pair, 
     guard.server.thaw()
     until(lambda: guard.reservations() == 0, "it is not paid")
     assert guard.running(issued.key_id) == 0
+
+
+def test_one_gateway_of_two_grants_its_share(guard: Guard, custom: Custom) -> None:
+    """7 requests a minute are 4 and 3; what the server has granted before is the server's."""
+    for_long_us = "9000000000000000"
+    guard.server.ask("ZADD", WORKERS_KEY, for_long_us, "z")  # another one, whose name comes later
+    pair = custom(**guard.options)
+    issued = guard.create(limits=Limits(requests_per_minute=7))
+    assert ask(pair, issued.key).status_code == 200
+    guard.server.kill()
+    answers = [ask(pair, issued.key) for _ in range(6)]
+    assert [answer.status_code for answer in answers] == [200] * 4 + [429] * 2
+    assert {answer.headers["x-pellucid-degraded"] for answer in answers[:4]} == {"limits"}
 
 
 def test_a_tenant_that_is_not_to_be_served_without_limits(guarded: Pair, guard: Guard) -> None:

@@ -3,6 +3,7 @@ The numbers of several workers as one: sums of what each has alone, and never mo
 """
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,8 +11,8 @@ from telemetry.catalogue import CATALOGUE
 from telemetry.metrics import Metrics
 from telemetry.numbers import Numbers, exposition, join
 from telemetry.records import KvBook, RequestRecord, StepRecord
-from telemetry.vocabulary import ReplicaView, View
-from tests.contract.telemetry.records_strategy import MODEL, request_records, step_records
+from telemetry.vocabulary import LimitsView, Metric, ReplicaView, UpstreamView, View
+from tests.contract.telemetry.records_strategy import MODEL, UPSTREAM, request_records, step_records
 from tests.contract.telemetry.test_metrics import Series, read, total
 
 WORKERS = 3
@@ -158,6 +159,60 @@ def test_what_is_true_now_is_joined_as_it_makes_sense() -> None:
     cut_off = read(exposition(join([seen(9, up=False), one]))[0])
     assert total(cut_off, "pellucid_engine_up") == 0
     assert total(cut_off, "pellucid_kv_slots", place="free") == 9, "whoever can see it"
+
+
+OWN = {
+    "pellucid_event_loop_tasks",
+    "pellucid_limit_reservations_held",
+    "pellucid_limit_settlements_owed",
+    "pellucid_process_resident_memory_bytes",
+    "pellucid_requests_live",
+    "pellucid_telemetry_pending_records",
+    "pellucid_telemetry_pending_spans",
+    "pellucid_upstream_requests_live",
+}
+"""Gauges of which each worker has a part of its own."""
+STEP = StepRecord(step_id=1, ended_ns=0, step_ns=0, parts={}, running=2, waiting=1, kv=KvBook(768, 256, 0, 280, 232))
+
+
+def everything(*, up: bool = True) -> View:
+    return View(
+        replicas=(ReplicaView(replica=0, up=up, restarts=1, silent_ns=250_000_000, step=STEP),),
+        upstreams=(UpstreamView(name=UPSTREAM, up=up, in_flight=1, results={}),),
+        live={"/v1/completions": 2},
+        pending_records=3,
+        pending_spans=4,
+        resident_bytes=5,
+        loop_tasks=6,
+        workers=2,
+        workers_silent=1,
+        build=(("0.1.0", MODEL),),
+        limits=LimitsView(
+            up=up, openings=0, commands_failed=0, workers=4, held=2, owed=3, forgotten=0, unknown=0, refusals={}
+        ),
+    )
+
+
+def shown(*views: View) -> dict[str, dict[tuple[str, ...], int | float]]:
+    metrics = Metrics(models=[MODEL])
+    metrics.upstreams = frozenset({UPSTREAM})
+    return join([metrics.numbers(view) for view in views]).sums
+
+
+@pytest.mark.parametrize("metric", [metric for metric in CATALOGUE if metric.kind == "gauge"], ids=lambda row: row.name)
+def test_what_two_workers_see_alike_is_said_once(metric: Metric) -> None:
+    """A new gauge is in the list, or says in the catalogue how it is joined."""
+    alone, two = (shown(*[everything()] * workers)[metric.name] for workers in (1, 2))
+    assert alone, "nothing is compared"
+    assert two == {labels: amount * (2 if metric.name in OWN else 1) for labels, amount in alone.items()}
+    assert (metric.join == "sum") == (metric.name in OWN), "also where all that was seen is zero"
+
+
+def test_what_one_worker_cannot_reach_is_not_up() -> None:
+    ups = {metric.name for metric in CATALOGUE if metric.name.endswith("_up")}
+    assert len(ups) == 3
+    for views in ((everything(), everything(up=False)), (everything(up=False), everything())):
+        assert {name: list(shown(*views)[name].values()) for name in ups} == {name: [0] for name in ups}
 
 
 def test_the_dead_see_nothing() -> None:
