@@ -50,6 +50,8 @@ class Upstream:
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._heard = False  # of it at all
         self._reason = "has not answered yet"  # why the last attempt failed, for operators
+        self.doubt = ""
+        """What the last answer was that no other upstream has given a better one than; empty: a good one."""
         self.rests_until_ns = 0
         """Until then it wants to be left alone, as it said with a 429."""
         self._timeout = aiohttp.ClientTimeout(total=None, connect=options.connect_timeout_s)
@@ -77,7 +79,7 @@ class Upstream:
 
     def answered(self) -> None:
         """An answer has begun."""
-        self._heard = True
+        self._heard, self.doubt = True, ""
         if self.breaker.answered():
             _log.info("upstream answers again", upstream=self.name)
 
@@ -92,10 +94,17 @@ class Upstream:
                 self.breaker.completed()
             case "none":
                 self.breaker.abandoned(trial)
+            case "suspect":
+                self._reason = self.doubt = failure.reason
+                self.breaker.abandoned(trial)
             case "fault":
-                self._reason = failure.reason
-                if self.breaker.failed(now_ns, trial):
-                    _log.warning("upstream is left alone", upstream=self.name, reason=failure.reason)
+                self.blamed(failure, trial)
+
+    def blamed(self, failure: Failure, trial: int = 0) -> None:
+        """An attempt has come to nothing, and that was not the request's fault."""
+        self._reason = failure.reason
+        if self.breaker.failed(clock.now_ns(), trial):
+            _log.warning("upstream is left alone", upstream=self.name, reason=failure.reason)
 
     # ---- asking it
 

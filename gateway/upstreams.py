@@ -121,8 +121,8 @@ class Upstreams:
             {
                 "name": one.name,
                 "model": one.options.model,
-                "status": "trouble" if one.trouble() else "ok",
-                "reason": one.trouble() or None,
+                "status": "trouble" if one.trouble() or one.doubt else "ok",
+                "reason": one.trouble() or one.doubt or None,
                 "requests_in_flight": one.in_flight,
             }
             for one in self.upstreams
