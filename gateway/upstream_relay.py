@@ -75,6 +75,8 @@ class Relay:
             request_id=exchange.request_id,
             model=pool.model,
             include_usage=asked.include_usage,
+            choices=asked.choices,
+            prompts=asked.prompts,
         )
         self._reader = EventReader(event_bytes_max=EVENT_BYTES_MAX)
         self._upstream: Upstream | None = None
