@@ -285,10 +285,11 @@ class Relay:
             return
         options = self._upstream.options
         silent_s = (now_ns - self._waiting_ns) / 1e9 if self._waiting_ns else 0.0
+        awaited = self._asked.stream or self._upstream.lost  # the first byte: that of a whole answer is almost its last
         if now_ns - self._began_ns > total_s * 1e9:
             error = errors.engine_timeout(f"The request took longer than {total_s:g} s.")
             self._overdue = Failure("took too long", error, verdict="none")
-        elif not self._heard and self._asked.stream and silent_s > options.first_byte_timeout_s:
+        elif not self._heard and awaited and silent_s > options.first_byte_timeout_s:
             error = errors.engine_timeout("The server of this model did not begin to answer in time.")
             self._overdue = Failure(f"did not begin within {options.first_byte_timeout_s:g} s", error)
         elif self._heard and silent_s > options.idle_timeout_s:
