@@ -22,7 +22,9 @@ class TestHealth:
         answer = gateway.client.post(CHAT_URL, json=chat())
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_healthy_engine")
         assert len(upstream.visits) == asked
-        [shown] = status(gateway, "/health")[1]["upstreams"]
+        health = status(gateway, "/health")[1]
+        assert (health["status"], health["degraded"]) == ("degraded", "Upstream up0: answers 500 to GET /models.")
+        [shown] = health["upstreams"]
         assert shown == {
             "name": "up0",
             "model": "remote",

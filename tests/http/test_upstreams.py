@@ -221,6 +221,7 @@ class TestBesideAnEngine:
         shadowed = msgspec.structs.replace(tables[0], name="shadowed", model="tiny")
         gateway, engine = custom(upstreams=(*tables, shadowed))
         until(lambda: status(gateway)[1]["upstreams"] == {}, "it has answered a probe")
+        assert [one["name"] for one in status(gateway, "/health")[1]["upstreams"]] == ["up0"], "one is never asked"
         listed = gateway.client.get("/v1/models").json()["data"]
         assert [(one["id"], one["owned_by"]) for one in listed] == [("tiny", "pellucid"), ("remote", "upstream")]
         assert listed[1]["quantization"] is None and listed[1]["max_model_len"] is None
