@@ -60,6 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
             options = _options(raw)
             logs.configure(options.log_level, options.log_format, withheld=True)
             withhold.install()
+            if options.workers > 1:  # in each line of this process: the loop's context is a copy of this one
+                stack.enter_context(structlog.contextvars.bound_contextvars(worker=options.worker))
             listener = stack.enter_context(open_listener(options))
             runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
             text = load(Path(options.model)) if options.engines else None
@@ -70,8 +72,6 @@ def main(arguments: list[str] | None = None) -> int:
         except (CannotStart, VocabularyError, ExportConfigError, Misconfigured, ValueError) as error:
             print(f"gateway: {error}", file=sys.stderr)
             return EXIT_CANNOT_START
-        if options.workers > 1:
-            structlog.contextvars.bind_contextvars(worker=options.worker)  # in each line of this process
         gc.collect()
         gc.freeze()  # What is loaded stays: no collection need walk through it while tokens wait.
         runner.run(serve(application, listener))

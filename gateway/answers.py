@@ -208,9 +208,10 @@ class Upstream(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """`degraded`: the server for keys and limits is away."""
+    """`degraded`: the server for keys and limits is away, or an engine, or an upstream; which, and why."""
 
     status: Literal["ok", "degraded"]
+    degraded: str | None
     model: str
     reproducible: bool | None
     engines: list[Engine]
@@ -223,6 +224,7 @@ class Ready(msgspec.Struct, frozen=True):
     status: Literal["ready", "not ready"]
     reason: str | None
     engines: dict[str, str]
+    degraded: str | None
     upstreams: dict[str, str] | UnsetType = UNSET
 
 

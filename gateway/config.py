@@ -42,7 +42,7 @@ class UpstreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     connect_timeout_s: Seconds = 5.0
     """To look up its address, connect and, with https, shake hands."""
     first_byte_timeout_s: Seconds = 120.0
-    """From the request to the first byte of a stream.  Of a whole answer that is the end: the request timeout holds."""
+    """From the request to the first byte of a stream; of a whole answer that is almost the end: `Upstream.lost`."""
     idle_timeout_s: Seconds = 60.0
     """Between two pieces of an answer that has begun."""
     probe_interval_s: Seconds = 10.0

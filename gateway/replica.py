@@ -207,7 +207,9 @@ class Replica:
             except (OSError, TimeoutError, FrameError) as error:
                 reason = str(error) or type(error).__name__
             finally:
-                self._lose()
+                working = self._lose()
+            if working is not None:  # Not reached when we stop, which loses nothing.
+                _log.warning("engine lost", replica=self.number, calls=working)
             if reason and reason != self._away:
                 _log.warning("no connection to an engine", replica=self.number, address=self.address, reason=reason)
             self._away = reason
@@ -274,16 +276,17 @@ class Replica:
                 call.end(record)
         self._watcher.step(step if step.replica == self.number else msgspec.structs.replace(step, replica=self.number))
 
-    def _lose(self) -> None:
-        """The connection is gone, and every call with it."""
+    def _lose(self) -> int | None:
+        """The connection is gone, and every call with it: how many were under way, None if there was no engine."""
+        working = self.working if self.hello is not None else None
         if self.hello is not None:
             self._watcher.engine_down(self.number)
             self._caches.ended(self.hello.epoch)
-            _log.warning("engine lost", replica=self.number, calls=self.working)
         error, self._loss = self._loss or errors.engine_lost(), None
         self.hello = self.load = self._writer = None
         self._owes_since_ns = 0
         self._hand_on(list(self.calls.values()), error, died=True)
+        return working
 
     def _hand_on(self, calls: Sequence[Call], error: ApiError, *, died: bool) -> None:
         now_ns = clock.now_ns()

@@ -327,11 +327,21 @@ class Gateway:
             reason = "; ".join([*reasons, *(f"upstream {name} {trouble}" for name, trouble in others.items())])
         state: dict[str, Json] = {"status": "not ready" if reason else "ready", "reason": reason or None}
         state["engines"] = dict(troubles)
-        state["degraded"] = self.admission.trouble or None
+        state["degraded"] = self._degraded()
         return not reason, state | ({"upstreams": dict(others)} if self.upstreams else {})
 
+    def _degraded(self) -> str | None:
+        """What is not there, or not well, though requests may be served without it."""
+        engines, upstreams = self.backend.troubles(), self.upstreams.troubles()
+        found = [
+            self.admission.trouble,
+            *(f"Engine {number}: {trouble}." for number, trouble in engines.items()),
+            *(f"Upstream {name}: {trouble}." for name, trouble in upstreams.items()),
+        ]
+        return " ".join(filter(None, found)) or None
+
     def health(self) -> dict[str, Json]:
-        """That the process is alive, and what it serves."""
+        """That the process is alive, what it serves, and what of it is missing."""
         hellos = self.backend.hellos()
         engines: list[Json] = [
             {
@@ -345,10 +355,10 @@ class Gateway:
             for hello in hellos
         ]
         reproducible = all(hello.reproducible for hello in hellos) if hellos else None
-        trouble = self.admission.trouble
+        degraded = self._degraded()
         state: dict[str, Json] = {
-            "status": "degraded" if trouble else "ok",
-            "degraded": trouble or None,
+            "status": "degraded" if degraded else "ok",
+            "degraded": degraded,
             "model": self.options.model_name,
             "reproducible": reproducible,
             "engines": engines,

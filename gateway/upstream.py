@@ -29,6 +29,8 @@ from telemetry.vocabulary import UpstreamView
 PROBE_TIMEOUT_S = 5.0
 PROBE_PATH = "/models"
 PROBE_BYTES_MAX = 1024 * 1024
+PROBES_LOST_MAX = 3
+"""Probes without an answer, in a row; then nobody need wait for it."""
 REST_MS_MAX = 30_000
 """However long an upstream wants to be left alone, so soon it is asked again."""
 
@@ -49,7 +51,10 @@ class Upstream:
         """What no client may read."""
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._heard = False  # of it at all
+        self._probes_lost = 0  # in a row
         self._reason = "has not answered yet"  # why the last attempt failed, for operators
+        self.doubt = ""
+        """What the last answer was that no other upstream has given a better one than; empty: a good one."""
         self.rests_until_ns = 0
         """Until then it wants to be left alone, as it said with a 429."""
         self._timeout = aiohttp.ClientTimeout(total=None, connect=options.connect_timeout_s)
@@ -62,6 +67,11 @@ class Upstream:
     def rest_ms(self, now_ns: int) -> int:
         """How long it still wants to be left alone."""
         return max(0, -(-(self.rests_until_ns - now_ns) // 1_000_000))
+
+    @property
+    def lost(self) -> bool:
+        """Whether it says nothing to anybody: it may be frozen, or the way to it cut."""
+        return self._probes_lost >= PROBES_LOST_MAX
 
     def trouble(self) -> str:
         """Why it would not serve a request now; empty: it would."""
@@ -77,7 +87,7 @@ class Upstream:
 
     def answered(self) -> None:
         """An answer has begun."""
-        self._heard = True
+        self._heard, self._probes_lost, self.doubt = True, 0, ""
         if self.breaker.answered():
             _log.info("upstream answers again", upstream=self.name)
 
@@ -92,10 +102,17 @@ class Upstream:
                 self.breaker.completed()
             case "none":
                 self.breaker.abandoned(trial)
+            case "suspect":
+                self._reason = self.doubt = failure.reason
+                self.breaker.abandoned(trial)
             case "fault":
-                self._reason = failure.reason
-                if self.breaker.failed(now_ns, trial):
-                    _log.warning("upstream is left alone", upstream=self.name, reason=failure.reason)
+                self.blamed(failure, trial)
+
+    def blamed(self, failure: Failure, trial: int = 0) -> None:
+        """An attempt has come to nothing, and that was not the request's fault."""
+        self._reason = failure.reason
+        if self.breaker.failed(clock.now_ns(), trial):
+            _log.warning("upstream is left alone", upstream=self.name, reason=failure.reason)
 
     # ---- asking it
 
@@ -129,7 +146,9 @@ class Upstream:
                 if response.status >= 500 or response.status == 401:
                     failure = Failure(f"answers {response.status} to GET {PROBE_PATH}", errors.no_engine())
                 await response.content.read(PROBE_BYTES_MAX)
+                self._probes_lost = 0
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            self._probes_lost += 1
             failure = Failure(f"does not answer GET {PROBE_PATH}: {type(error).__name__}", errors.no_engine())
         if failure is not None:
             self.failed(failure)

@@ -45,6 +45,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _list = msgspec.json.Decoder(list[dict[str, object]])
 _usage = msgspec.json.Decoder(_Usage)
 _encode = msgspec.json.Encoder().encode
+_NULL = msgspec.Raw(b"null")
 
 
 class Relayed:
@@ -92,16 +93,24 @@ class Relayed:
 class Translator:
     """One request's answer."""
 
-    def __init__(self, relayed: Relayed, *, request_id: str, model: str, include_usage: bool) -> None:
+    def __init__(
+        self, relayed: Relayed, *, request_id: str, model: str, include_usage: bool, choices: int = 1, prompts: int = 1
+    ) -> None:
+        """`choices` and `prompts`: how many were asked for."""
         self._relayed = relayed
         self._names = {"id": msgspec.Raw(_encode(request_id)), "model": msgspec.Raw(_encode(model))}
         self._include_usage = include_usage
+        self._choices_asked = choices
+        self._prompts = prompts
+        self._bills: Tokens | None = None  # of the choices that have ended, where each has one of its own
 
     def event(self, data: bytes, now_ns: int) -> bytes:
         """An event of a stream as the client gets it; it may get nothing.  Raises Garbage, Refusal."""
         fields = _object(data)
         choices = self._choices(fields)
         counted = self._count(fields)
+        if counted and not choices and self._choices_asked > 1:
+            self._add_up()
         if not self._include_usage:
             fields.pop("usage", None)
             if counted and not choices:
@@ -115,19 +124,22 @@ class Translator:
     def whole(self, body: bytes) -> bytes:
         """A whole answer as the client gets it.  Raises Garbage, Refusal."""
         fields = _object(body)
-        if "choices" not in fields:
+        choices = self._choices(fields)
+        if not choices:
             raise Garbage("no choices")
-        for choice in self._choices(fields):
+        for choice in choices:
             text_bytes, _ = measure([choice.get("message"), choice.get("text")])
             self._relayed.counted(text_bytes)
         self._count(fields)
         return _encode(fields | self._names)
 
     def _choices(self, fields: dict[str, msgspec.Raw]) -> list[dict[str, object]]:
-        if "error" in fields and bytes(fields["error"]) != b"null":
+        if bytes(fields.get("error", _NULL)) != b"null":
             raise Refusal(bytes(fields["error"]))
+        if bytes(fields.get("object", _NULL)) == b'"error"':
+            raise Refusal(_encode(fields))  # the older form of vLLM and SGLang, without `error` around it
         try:
-            choices = _list.decode(fields["choices"]) if "choices" in fields else []
+            choices = _list.decode(fields["choices"]) if bytes(fields.get("choices", _NULL)) != b"null" else []
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise Garbage("choices that are none") from None
         for choice in choices:
@@ -137,7 +149,7 @@ class Translator:
     def _count(self, fields: dict[str, msgspec.Raw]) -> bool:
         """Whether there is a usage; one that makes no sense is none."""
         try:
-            usage = _usage.decode(fields.get("usage", b"null"))
+            usage = _usage.decode(fields.get("usage", _NULL))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
         cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None
@@ -145,6 +157,16 @@ class Translator:
             prompt=usage.prompt_tokens, cached=min(cached or 0, usage.prompt_tokens), output=usage.completion_tokens
         )
         return True
+
+    def _add_up(self) -> None:
+        """A usage at the end of a stream may be of one choice only: llama.cpp sends as many as there are choices."""
+        usage, so_far = self._relayed.usage, self._bills
+        assert usage is not None
+        if so_far is not None:
+            prompt = so_far.prompt + usage.prompt if self._prompts > 1 else usage.prompt  # else they all have the same
+            cached = so_far.cached + usage.cached if self._prompts > 1 else usage.cached
+            usage = Tokens(prompt=prompt, cached=cached, output=so_far.output + usage.output)
+        self._bills = self._relayed.usage = usage
 
 
 def _object(data: bytes) -> dict[str, msgspec.Raw]:

@@ -8,13 +8,18 @@ What the failure of an upstream means: for the client, for the next attempt, and
 | 400, 422 | 400, its message | no | no |
 | 413 | 413 request_too_large | no | no |
 | 429 | 429 rate_limit_exceeded, its retry-after | yes | no: it rests that long |
-| 500, 502 and others of the 500s | 502 bad_gateway | yes | yes |
+| 502 | 502 bad_gateway | yes | yes |
 | 503 | 503 no_healthy_engine, its retry-after | yes | yes |
 | 408, 504 | 504 engine_timeout | no | yes |
-| 401, 403, 404, redirects, all else | 502 bad_gateway | yes | yes |
+| 401 | 502 bad_gateway | yes | yes |
+| 500, 403, 404, redirects, all else | 502 bad_gateway | yes | where another one then answers |
 | closes without an answer | 502 bad_gateway | once: a request may kill | yes, unless the connection was an old one |
 | says what is no answer, or half of one | 502 bad_gateway | no | yes |
 | is silent, or takes too long | 504 engine_timeout | no | where it was silent |
+
+An answer such as a 500 may be the request's fault: llama.cpp says it to an image that it cannot read.  If that
+counted, one client could have an upstream left alone that serves all others well.  So it counts once another upstream
+has been able to do what this one was not.
 
 Of its words only the message and the parameter of a 400 are shown, cut and without what looks like a key or is one; its
 code, where it is one of ours.  What an operator should know is in `reason`, which repeats nothing that the upstream has
@@ -38,8 +43,8 @@ _CODES = frozenset(row.code for row in errors.TABLE if row.status == 400)
 _OVER_CONTEXT = ("maximum context length", "exceed_context_size", "context_length_exceeded")
 
 
-Verdict = Literal["fault", "sound", "none"]
-"""What a failed attempt says of the upstream: that it is not well, that it is, nothing."""
+Verdict = Literal["fault", "suspect", "sound", "none"]
+"""What a failed attempt says of the upstream: that it is not well, perhaps, that it is, nothing."""
 
 
 class Failure(Exception):
@@ -127,13 +132,17 @@ def of_status(status: int, body: bytes, *, rest_ms: int | None, secrets: tuple[s
             return Failure(reason, unavailable, elsewhere=True)
         case 408 | 504:
             return Failure(reason, errors.engine_timeout("The server of this model took too long."))
-        case 401 | 403:
-            reason = f"answers {status}: is its API key right?"
+        case 401:
+            return Failure("answers 401: is its API key right?", bad_gateway(), elsewhere=True)
+        case 502:
+            return Failure(reason, bad_gateway(), elsewhere=True)
+        case 403:
+            reason = "answers 403: is its API key right?"
         case 404:
             reason = "answers 404: does its url end as it should, in /v1, and does it know the model?"
         case _ if 300 <= status < 400:
             reason = f"answers {status}, a redirect: those are not followed"
-    return Failure(reason, bad_gateway(), elsewhere=True)
+    return Failure(reason, bad_gateway(), elsewhere=True, verdict="suspect")
 
 
 def of_error(error: bytes, *, secrets: tuple[str, ...]) -> Failure:

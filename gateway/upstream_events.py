@@ -27,7 +27,7 @@ class EventReader:
         self._at_start = True
 
     def feed(self, piece: bytes) -> list[bytes | None]:
-        """The data of each event that ends in `piece`, None for a comment.  Raises TooLarge."""
+        """The data of each event that ends in `piece`, None for a comment or an empty one.  Raises TooLarge."""
         if self._skip_newline and piece:
             self._skip_newline = False
             piece = piece.removeprefix(b"\n")
@@ -60,6 +60,6 @@ class EventReader:
         elif line.startswith(b":"):
             found.append(None)
         elif not line and self._data:
-            found.append(b"\n".join(self._data))
+            found.append(b"\n".join(self._data) or None)  # without data it is no event, says the standard
             self._data.clear()
             self._data_bytes = 0

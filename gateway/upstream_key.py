@@ -2,6 +2,7 @@
 The key that an upstream asks for: from the environment or a file, never from arguments, which everybody can read.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def read_key(options: UpstreamOptions, environ: Mapping[str, str]) -> str:
         key = environ.get(options.api_key_env, "")
     elif options.api_key_file:
         where += f"api_key_file: {options.api_key_file}"
-        key = _read_file(Path(options.api_key_file), where)
+        key = _read_file(Path(options.api_key_file).expanduser(), where)
     else:
         return ""
     key = key.strip()
@@ -33,7 +34,7 @@ def read_key(options: UpstreamOptions, environ: Mapping[str, str]) -> str:
 def _read_file(file: Path, where: str) -> str:
     try:
         with file.open("rb") as opened:
-            if file.stat().st_mode & 0o007:
+            if os.fstat(opened.fileno()).st_mode & 0o007:  # a group may: secrets that Kubernetes mounts have one
                 raise Misconfigured(f"{where}: everybody on this machine may read it: chmod 600")
             return opened.read(KEY_BYTES_MAX + 2).decode(errors="replace")
     except OSError as error:

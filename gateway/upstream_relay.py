@@ -75,6 +75,8 @@ class Relay:
             request_id=exchange.request_id,
             model=pool.model,
             include_usage=asked.include_usage,
+            choices=asked.choices,
+            prompts=asked.prompts,
         )
         self._reader = EventReader(event_bytes_max=EVENT_BYTES_MAX)
         self._upstream: Upstream | None = None
@@ -85,6 +87,7 @@ class Relay:
         self._waiting_ns = 0  # since when the upstream has been silent; 0: it is not its turn
         self._heard = False  # anything of the present answer
         self._overdue: Failure | None = None
+        self._suspects: list[tuple[Upstream, Failure]] = []  # could not do what another one may be able to
         self._hung_up = False  # somebody closed the connection on this request: who is asked next is the last
         self._begun = False  # the client has been, or is being, sent something
         self._ready = b""  # what it will be sent first
@@ -145,7 +148,7 @@ class Relay:
             if self._failure is not None and not self._ready:
                 raise self._failure
         if self._asked.stream:
-            upstream.answered()
+            self._answered(upstream)
 
     async def _post(self, upstream: Upstream) -> aiohttp.ClientResponse:
         trace = self._exchange.live.trace
@@ -282,10 +285,11 @@ class Relay:
             return
         options = self._upstream.options
         silent_s = (now_ns - self._waiting_ns) / 1e9 if self._waiting_ns else 0.0
+        awaited = self._asked.stream or self._upstream.lost  # the first byte: that of a whole answer is almost its last
         if now_ns - self._began_ns > total_s * 1e9:
             error = errors.engine_timeout(f"The request took longer than {total_s:g} s.")
             self._overdue = Failure("took too long", error, verdict="none")
-        elif not self._heard and self._asked.stream and silent_s > options.first_byte_timeout_s:
+        elif not self._heard and awaited and silent_s > options.first_byte_timeout_s:
             error = errors.engine_timeout("The server of this model did not begin to answer in time.")
             self._overdue = Failure(f"did not begin within {options.first_byte_timeout_s:g} s", error)
         elif self._heard and silent_s > options.idle_timeout_s:
@@ -303,20 +307,30 @@ class Relay:
         exchange.ticket.recount(exchange.bill.prompt)
         exchange.outcome = "length" if relayed.cut_short else "stop"
         exchange.answered = True
-        self._upstream.answered()
+        self._answered(self._upstream)
         self._upstream.breaker.completed()
         self._leave("complete")
         if self._response is not None and not self._response.closed:
             asyncio.get_running_loop().call_later(LINGER_S, self._response.close)
         self._response = None
 
+    def _answered(self, upstream: Upstream) -> None:
+        """An answer has begun.  So whoever could not do it before is not well: it was not the request."""
+        upstream.answered()
+        for suspect, failure in self._suspects:
+            suspect.blamed(failure)
+        self._suspects.clear()
+
     def _fail(self, failure: Failure) -> None:
         upstream = self._upstream
         assert upstream is not None
         upstream.failed(failure, self._trial)
-        if failure.verdict == "fault":
+        if failure.verdict == "suspect":
+            self._suspects.append((upstream, failure))
+        if failure.verdict in ("fault", "suspect"):
             _log.warning("upstream failed", upstream=upstream.name, reason=failure.reason)
-        results = {"fault": "failed", "sound": "rate_limited" if failure.rest_ms else "refused", "none": "abandoned"}
+        refused = "rate_limited" if failure.rest_ms else "refused"
+        results = {"fault": "failed", "suspect": "failed", "sound": refused, "none": "abandoned"}
         self._leave(results[failure.verdict])
         self._cut()
 

@@ -67,7 +67,9 @@ class Asked:
     stream: bool
     include_usage: bool
     """Whether the client wants to see the usage of a stream."""
+    prompts: int
     choices: int
+    """Of all prompts together."""
     tokens_max: int | None
     prompt_tokens: int
     """Estimated."""
@@ -104,6 +106,7 @@ def read(body: bytes, kind: Kind, options: GatewayOptions) -> Asked:
         kind=kind,
         stream=stream,
         include_usage=include_usage,
+        prompts=prompts,
         choices=min(CHOICES_MAX, max(1, _count(raw.get("n")) or 1) * prompts),
         tokens_max=_count(raw.get("max_completion_tokens")) or _count(raw.get("max_tokens")),
         prompt_tokens=tokens + tokens_of(text_bytes) + media * MEDIUM_TOKENS,

@@ -33,7 +33,7 @@ class Upstreams:
 
     def __init__(self, options: GatewayOptions, environ: Mapping[str, str]) -> None:
         """Raises Misconfigured."""
-        self.upstreams = [Upstream(one, read_key(one, environ)) for one in options.upstreams]
+        self.upstreams: list[Upstream] = []
         self.pools: dict[str, Pool] = {}
         self.relays: dict[Relay, None] = {}
         """Under way; in order."""
@@ -41,12 +41,13 @@ class Upstreams:
         self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
         asked = elsewhere(options)
-        for upstream in self.upstreams:
-            model = upstream.options.model
-            if model not in asked:
-                _log.warning("upstream is never asked: its model is served here", upstream=upstream.name, model=model)
-            else:
-                self.pools.setdefault(model, Pool(model, [])).upstreams.append(upstream)
+        for one in options.upstreams:
+            if one.model not in asked:
+                _log.warning("upstream is never asked: its model is served here", upstream=one.name, model=one.model)
+                continue
+            upstream = Upstream(one, read_key(one, environ))
+            self.upstreams.append(upstream)
+            self.pools.setdefault(one.model, Pool(one.model, [])).upstreams.append(upstream)
 
     def __bool__(self) -> bool:
         return bool(self.pools)
@@ -121,8 +122,8 @@ class Upstreams:
             {
                 "name": one.name,
                 "model": one.options.model,
-                "status": "trouble" if one.trouble() else "ok",
-                "reason": one.trouble() or None,
+                "status": "trouble" if one.trouble() or one.doubt else "ok",
+                "reason": one.trouble() or one.doubt or None,
                 "requests_in_flight": one.in_flight,
             }
             for one in self.upstreams

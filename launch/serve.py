@@ -201,8 +201,9 @@ def run_dir(data: Path) -> Iterator[Path]:
         if any(len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX for path in sockets):
             folder.rmdir()
             folder = Path(tempfile.mkdtemp(prefix="pellucid-", dir="/tmp"))  # TMPDIR may be as long as the other
-        lock = (folder / "lock").open("w")
+        lock = (folder / "lock.new").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "lock.new").rename(folder / "lock")  # under that name it was never free
     except OSError as error:
         raise UserError(f"cannot use {data}: {error.strerror}; choose another place with --data-dir") from error
     try:

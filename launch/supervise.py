@@ -22,6 +22,7 @@ No child is niced: the kernel already favours the gateway, which mostly sleeps, 
 
 import asyncio
 import contextlib
+import shutil
 import signal
 import sys
 import time
@@ -109,8 +110,8 @@ class Child:
             if self._stop.is_set():
                 return
             pause_s = self._backoff.pause_s(self.deaths)
-            see = f"; see {self.spec.log}" if self.spec.log is not None else ""
-            self._say(f"{self.spec.name} {describe_exit(code)} after {lived_s:.1f} s; again in {pause_s:g} s{see}")
+            why = where_to_look(self.spec.log) if self.spec.log is not None else ""
+            self._say(f"{self.spec.name} {describe_exit(code)} after {lived_s:.1f} s; again in {pause_s:g} s{why}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), pause_s)
 
@@ -175,6 +176,14 @@ def describe_exit(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
+
+
+def where_to_look(log: Path) -> str:
+    """For the reason of a death; a full disk is one itself, and leaves the log empty."""
+    with contextlib.suppress(OSError):
+        if not shutil.disk_usage(log.parent).free:
+            return f"; the disk is full at {log.parent}"
+    return f"; see {log}"
 
 
 class Supervisor:

@@ -19,7 +19,7 @@ def plainly(text: bytes) -> list[bytes | None]:
     for line in re.split(rb"\r\n|\n|\r", text.removeprefix(b"\xef\xbb\xbf"))[:-1]:
         if not line:
             if data:
-                found.append(b"\n".join(data))
+                found.append(b"\n".join(data) or None)
             data = []
             continue
         name, colon, value = line.partition(b":")
@@ -74,7 +74,7 @@ def test_every_cut_of_a_stream(end: bytes) -> None:
     text = b"".join(
         b"".join(b"data: " + line + end for line in event.split(b"\n")) + end + b": ping" + end for event in EVENTS
     )
-    expected = [one for event in EVENTS for one in (event, None)]
+    expected = [one for event in EVENTS for one in (event or None, None)]
     for cut in range(len(text) + 1):
         assert fed(text, [cut]) == expected
 

@@ -69,8 +69,9 @@ class LiveGateway:
 
     def start(self, *, ready: bool = True) -> None:
         """Serve; with `ready`, until an engine is connected, or an upstream has answered."""
+        # No certificates: to load them stops all threads, for longer than a gateway waits for Redis.
+        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S, verify=False)
         self._thread.start()
-        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
         if ready:
             self.until_ready()
 

@@ -45,10 +45,14 @@ def test_one_is_enough_to_be_ready(two: Two) -> None:
     start(1)
     until(lambda: gateway.client.get("/ready").status_code == 200, "not ready")
     assert gateway.client.get("/ready").json()["engines"] == {"0": "not connected"}
-    assert [one["replica"] for one in gateway.client.get("/health").json()["engines"]] == [1]
+    health = gateway.client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (200, "degraded"), "it lives, and one is missing"
+    assert health.json()["degraded"] == gateway.client.get("/ready").json()["degraded"] == "Engine 0: not connected."
+    assert [one["replica"] for one in health.json()["engines"]] == [1]
     assert gateway.client.post("/v1/chat/completions", json=chat()).status_code == 200
     start(0)
     until(lambda: gateway.client.get("/ready").json()["engines"] == {}, "the other one is not seen")
+    assert gateway.client.get("/health").json()["status"] == "ok"
 
 
 def test_what_people_read_is_of_both(two: Two) -> None:

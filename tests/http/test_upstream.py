@@ -262,6 +262,39 @@ class TestTheWayBack:
         assert len(chunks) == 3 and all("usage" not in chunk for chunk in chunks)
         assert (record.prompt_tokens, record.output_tokens) == (21, 3)
 
+    @pytest.mark.parametrize(
+        ("body", "counted"), [(chat(n=2), (21, 6)), ({"model": "remote", "prompt": ["a", "b"]}, (42, 6))]
+    )
+    def test_a_usage_for_each_choice_is_added_up(self, relay: Relay, body: Body, counted: tuple[int, int]) -> None:
+        gateway, upstream = relay
+
+        async def behave(visit: Visit) -> None:  # as llama.cpp does
+            await visit.begin()
+            for index in (1, 0):
+                await visit.chunk(event("", choices=[{"index": index, "delta": {"content": "Hi"}, "text": "Hi"}]))
+                await visit.chunk(event("", choices=[], usage=USAGE))
+            await visit.end()
+
+        upstream.behaviour = behave
+        _, record = streamed(gateway, body, CHAT_URL if "messages" in body else COMPLETIONS_URL)
+        assert (record.prompt_tokens, record.output_tokens) == counted and not record.usage_estimated
+
+    def test_what_means_nothing_breaks_nothing(self, relay: Relay) -> None:
+        gateway, upstream = relay
+
+        async def behave(visit: Visit) -> None:
+            await visit.begin()
+            await visit.say("Hi")
+            await visit.chunk(b"event: ping\ndata:\n\n")
+            await visit.chunk(event("", choices=None, usage=USAGE))
+            await visit.end()
+
+        upstream.behaviour = behave
+        with gateway.client.stream("POST", CHAT_URL, json=chat(stream=True)) as answer:
+            text = "".join(answer.iter_text())
+        assert text.count("data: ") == 2 and text.endswith("data: [DONE]\n\n") and "error" not in text
+        assert gateway.record(answer.headers["x-request-id"]).output_tokens == 3
+
     @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
     def test_pieces_may_be_cut_anywhere(self, relay: Relay, size: int) -> None:
         gateway, upstream = relay

@@ -15,6 +15,7 @@ from tests.http.harness import WAIT_S, LiveGateway
 from tests.http.scripted_upstream import USAGE, ScriptedUpstream, Visit, event, whole
 from tests.http.test_upstream import CHAT_URL, chat
 from tests.http.test_upstream_trouble import answers, broken_stream, failed
+from tests.http.test_upstreams import hanging
 
 LEFT_WITHIN_NS = 200_000_000
 
@@ -75,6 +76,29 @@ class TestDeadlines:
         upstream.behaviour = behave
         gateway = relaying(upstream, idle_timeout_s=0.2)
         assert failed(gateway, gateway.client.post(CHAT_URL, json=chat()))[0] == 504
+
+    @pytest.mark.parametrize("alive", [False, True])
+    def test_a_whole_answer_may_take_long_from_one_that_answers_probes(
+        self, upstream: ScriptedUpstream, relaying: Relaying, monkeypatch: pytest.MonkeyPatch, alive: bool
+    ) -> None:
+        monkeypatch.setattr("gateway.upstream.PROBE_TIMEOUT_S", 0.1)
+
+        async def behave(visit: Visit) -> None:
+            if alive:
+                await asyncio.to_thread(upstream.wait_for, lambda: len(upstream.probes) > probes + 8)
+                await visit.answer(whole())
+            await visit.until_gone()
+
+        upstream.behaviour = behave
+        gateway = relaying(upstream, first_byte_timeout_s=0.2, connect_timeout_s=0.1, probe_interval_s=0.05)
+        probes = len(upstream.probes)
+        if not alive:
+            upstream.probed = hanging
+        answer = gateway.client.post(CHAT_URL, json=chat())
+        assert answer.status_code == (200 if alive else 504), answer.text
+        if not alive:
+            assert gateway.record(answer.headers["x-request-id"]).outcome == "timeout"
+            upstream.wait_for(lambda: bool(upstream.visits[0].gone_ns))
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_it_takes_longer_than_all_of_it_may(

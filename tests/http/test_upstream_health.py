@@ -22,7 +22,9 @@ class TestHealth:
         answer = gateway.client.post(CHAT_URL, json=chat())
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_healthy_engine")
         assert len(upstream.visits) == asked
-        [shown] = status(gateway, "/health")[1]["upstreams"]
+        health = status(gateway, "/health")[1]
+        assert (health["status"], health["degraded"]) == ("degraded", "Upstream up0: answers 500 to GET /models.")
+        [shown] = health["upstreams"]
         assert shown == {
             "name": "up0",
             "model": "remote",
@@ -38,11 +40,46 @@ class TestHealth:
 
     def test_requests_alone_find_out_too(self, upstream: ScriptedUpstream, relaying: Relaying) -> None:
         gateway = relaying(upstream, probe_interval_s=3600)
-        upstream.behaviour = answers(500)
+        upstream.behaviour = answers(502)
         codes = [gateway.client.post(CHAT_URL, json=chat()).status_code for _ in range(5)]
         assert codes == [502, 502, 502, 503, 503] and len(upstream.visits) == 3
         upstream.behaviour = well
         until(lambda: gateway.client.post(CHAT_URL, json=chat()).status_code == 200, "it is tried after a pause")
+
+    @pytest.mark.parametrize("status_code", [500, 403, 404, 501])
+    def test_one_bad_request_does_not_have_it_left_alone_for_the_others(
+        self, upstream: ScriptedUpstream, relaying: Relaying, status_code: int
+    ) -> None:
+        gateway = relaying(upstream, probe_interval_s=3600)
+        upstream.behaviour = answers(status_code)  # llama.cpp, say, to an image that it cannot read
+        assert {gateway.client.post(CHAT_URL, json=chat()).status_code for _ in range(5)} == {502}
+        assert len(upstream.visits) == 5 and status(gateway)[0] == 200
+        [shown] = status(gateway, "/health")[1]["upstreams"]
+        assert shown["status"] == "trouble" and str(status_code) in shown["reason"]
+        upstream.behaviour = well
+        assert gateway.client.post(CHAT_URL, json=chat()).status_code == 200
+        [shown] = status(gateway, "/health")[1]["upstreams"]
+        assert (shown["status"], shown["reason"]) == ("ok", None)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_what_another_one_can_do_counts_against_the_first(
+        self, upstream: ScriptedUpstream, other_upstream: ScriptedUpstream, relaying: Relaying, stream: bool
+    ) -> None:
+        gateway = relaying(upstream, other_upstream, probe_interval_s=3600)
+
+        def post() -> int:
+            return gateway.client.post(CHAT_URL, json=chat(stream=stream)).status_code
+
+        assert post() == 200
+        by_name = {"up0": upstream, "up1": other_upstream}
+        (name, first), (_, second) = sorted(by_name.items(), key=lambda item: not item[1].visits)
+        first.behaviour = second.behaviour = answers(500)
+        assert [post() for _ in range(4)] == [502] * 4
+        assert (len(first.visits), len(second.visits)) == (1 + 4, 4)
+        second.behaviour = well
+        assert [post() for _ in range(6)] == [200] * 6
+        assert (len(first.visits), len(second.visits)) == (1 + 4 + 3, 4 + 6)
+        assert status(gateway)[1]["upstreams"] == {name: "answers 500"}
 
     @pytest.mark.parametrize("probed", [404, 405, 403])
     def test_not_every_server_lists_its_models(

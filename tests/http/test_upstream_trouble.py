@@ -223,6 +223,9 @@ class TestBeforeTheFirstByte:
             (answers(200, b'{"choices":{}}'), False),
             (answers(200, b'{"choices":[' + b"[" * 50_000), False),
             (answers(200, {"object": "list"}), False),
+            (answers(200, {"object": "list", "choices": None}), False),
+            (answers(200, {"object": "error", "message": SECRET, "code": 500}), False),
+            (streams(b'data: {"object":"error","message":"' + SECRET.encode() + b'"}\n\ndata: [DONE]\n\n'), True),
             (answers(200, b'{"choices":[{"text":"\xff"}]}'), False),
             (answers(200, {"error": {"message": SECRET}}), False),
             (streams(b"data: {\n\n"), True),
@@ -233,7 +236,7 @@ class TestBeforeTheFirstByte:
             (streams(b"<html>" + SECRET.encode()), True),
             (streams(b": nothing\n\n" * 10), True),
         ],
-        ids=range(21),
+        ids=range(24),
     )
     def test_what_is_no_answer(self, relay: Relay, behave: Behaviour, stream: bool) -> None:
         gateway, upstream = relay
@@ -272,11 +275,14 @@ class TestBeforeTheFirstByte:
         assert failed(gateway, gateway.client.post(CHAT_URL, json=chat()))[0] == 502
 
     @pytest.mark.parametrize(("code", "status"), [(400, 400), (429, 429), (503, 503), (500, 502), ("x", 502), (7, 502)])
-    def test_an_error_in_place_of_the_first_event_is_a_status(self, relay: Relay, code: object, status: int) -> None:
+    @pytest.mark.parametrize("old", [False, True])
+    def test_an_error_in_place_of_the_first_event_is_a_status(
+        self, relay: Relay, code: object, status: int, old: bool
+    ) -> None:
         gateway, upstream = relay
-        upstream.behaviour = streams(
-            b"data: " + json.dumps({"error": {"message": "no", "code": code}}).encode() + b"\n\ndata: [DONE]\n\n"
-        )
+        said = {"message": "no", "code": code}  # the older form is that of vLLM and SGLang
+        body = {"object": "error", **said} if old else {"error": said}
+        upstream.behaviour = streams(b"data: " + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n")
         assert failed(gateway, gateway.client.post(CHAT_URL, json=chat(stream=True)))[0] == status
 
 
@@ -302,9 +308,10 @@ class TestAfterTheFirstByte:
             (b"data: " + b"x" * (EVENT_BYTES_MAX + 1), "bad_gateway"),
             (b'data: {"error":{"message":"' + SECRET.encode() + b'","code":500}}\n\n', "bad_gateway"),
             (b'data: {"error":{"message":"gone","code":503}}\n\ndata: [DONE]\n\n', "no_healthy_engine"),
+            (b'data: {"object":"error","message":"gone","code":503}\n\ndata: [DONE]\n\n', "no_healthy_engine"),
             (b'data: {"choices":[{"delta":{"content":"\xe2\x82"}}]}\n\n', "bad_gateway"),
         ],
-        ids=["end", "garbage", "huge", "error", "error 503", "half a character"],
+        ids=["end", "garbage", "huge", "error", "error 503", "old error 503", "half a character"],
     )
     @pytest.mark.parametrize("together", [False, True])
     def test_what_came_before_it_stays(self, relay: Relay, rest: bytes, code: str, together: bool) -> None:

@@ -177,7 +177,7 @@ class TestChoice:
         assert pool.choose(b"", [], now_ns).name == "a"
         assert pool.upstreams[0].rest_ms(now_ns - (REST_MS_MAX + 1) * 1_000_000) >= REST_MS_MAX
 
-    def test_one_that_is_open_is_tried_by_one_request(self) -> None:
+    def test_one_that_is_open_is_tried_by_one_request_each_pause(self) -> None:
         pool = Pool("m", [silent_upstream("a"), silent_upstream("b")])
         for _ in range(3):
             pool.upstreams[0].failed(Failure("x", ApiError(502, None, "x")))
@@ -185,7 +185,8 @@ class TestChoice:
         assert pool.choose(b"", [pool.upstreams[1]], later_ns).name == "a"
         pool.upstreams[0].breaker.began(later_ns)
         with pytest.raises(ApiError):
-            pool.choose(b"", [pool.upstreams[1]], later_ns + 100 * NS_PER_S)
+            pool.choose(b"", [pool.upstreams[1]], later_ns + NS_PER_S - 1)
+        assert pool.choose(b"", [pool.upstreams[1]], later_ns + NS_PER_S).name == "a"
 
     def test_requests_that_are_alike_go_the_same_way_and_load_comes_first(
         self, upstream: ScriptedUpstream, other_upstream: ScriptedUpstream, relaying: Relaying
@@ -220,6 +221,7 @@ class TestBesideAnEngine:
         shadowed = msgspec.structs.replace(tables[0], name="shadowed", model="tiny")
         gateway, engine = custom(upstreams=(*tables, shadowed))
         until(lambda: status(gateway)[1]["upstreams"] == {}, "it has answered a probe")
+        assert [one["name"] for one in status(gateway, "/health")[1]["upstreams"]] == ["up0"], "one is never asked"
         listed = gateway.client.get("/v1/models").json()["data"]
         assert [(one["id"], one["owned_by"]) for one in listed] == [("tiny", "pellucid"), ("remote", "upstream")]
         assert listed[1]["quantization"] is None and listed[1]["max_model_len"] is None

@@ -3,6 +3,7 @@ Several workers on one port, as real processes: what people read is of all, and 
 """
 
 import contextlib
+import json
 import signal
 import socket
 from collections.abc import Iterator
@@ -72,6 +73,13 @@ def test_whoever_is_asked_tells_of_all(both: Workers) -> None:
         assert both.get(f"/debug/requests/{one}").json()["request_id"] == one
     assert both.get("/debug/requests/nobody").status_code == 404
     assert both.get(f"/debug/requests/{'x' * 5000}").status_code == 404
+
+
+def test_each_line_of_a_log_says_whose_it_is(both: Workers) -> None:
+    for number, log in enumerate(both.logs):
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        said = [line for line in lines if line["logger"].startswith("pellucid.")]
+        assert said and all(line["worker"] == number for line in said)
 
 
 def test_a_name_that_two_workers_know_is_that_of_the_newest(both: Workers) -> None:

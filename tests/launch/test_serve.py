@@ -1,6 +1,7 @@
 """From settings to processes: what is passed on, how much memory is asked for, when it counts as ready."""
 
 import asyncio
+import fcntl
 import json
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -204,6 +205,23 @@ def test_the_default_pool_is_what_the_engine_has_by_itself() -> None:
 )
 def test_where_this_machine_reaches_it(host: str, reachable: str) -> None:
     assert address.reachable(host) == reachable
+
+
+def test_a_run_directory_is_never_taken_for_one_that_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = fcntl.flock
+
+    def another_starts_just_now(file: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX:
+            for left in (tmp_path / "run").iterdir():
+                serve._remove_if_left(left)
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", another_starts_just_now)
+    with serve.run_dir(tmp_path) as folder:
+        assert folder.is_dir()
+        serve._remove_if_left(folder)
+        assert folder.is_dir()
+    assert not folder.exists()
 
 
 @asynccontextmanager

@@ -2,16 +2,18 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from launch.supervise import Backoff, describe_exit
+from launch.supervise import Backoff, describe_exit, where_to_look
 from tests.tidy.imports import ROOT
 
 DRIVER = Path(__file__).with_name("supervised.py")
@@ -277,3 +279,11 @@ def test_pause_is_bounded_after_any_number_of_deaths() -> None:
 )
 def test_exits_in_words(code: int, words: str) -> None:
     assert describe_exit(code) == words
+
+
+@pytest.mark.parametrize(("free", "words"), [(1, "; see {}/log"), (0, "; the disk is full at {}")])
+def test_a_full_disk_is_named_because_no_log_can(
+    free: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert where_to_look(tmp_path / "log") == words.format(tmp_path)

@@ -97,6 +97,19 @@ def test_a_key_that_is_not_there_is_seen_before_a_model_is_fetched(tmp_path: Pat
     serve.check_upstream_keys(options, {"THEIR_KEY": "x"})
 
 
+def test_a_key_may_be_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "key").write_text("x\n")
+    (tmp_path / "key").chmod(0o640)
+    file = tmp_path / "pellucid.toml"
+    file.write_text(ONE + 'api_key_file = "~/key"')
+    options = read_options({}, {}, str(file))
+    serve.check_upstream_keys(options, {})
+    (tmp_path / "key").chmod(0o644)
+    with pytest.raises(UserError, match="everybody on this machine may read it"):
+        serve.check_upstream_keys(options, {})
+
+
 def test_they_reach_the_gateway(tmp_path: Path) -> None:
     file = tmp_path / "pellucid.toml"
     file.write_text(ONE)

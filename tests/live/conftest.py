@@ -23,9 +23,11 @@ START_S = 120
 class Appliance:
     """A running `pellucid serve`."""
 
-    def __init__(self, process: subprocess.Popen[str], said: list[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], said: list[str], log: list[str]) -> None:
         self.process = process
         self.said = said
+        self.log = log
+        """Of all its processes; whole when it has ended."""
         banner = "\n".join(said)
         found = re.search(r"http://127\.0\.0\.1:\d+", banner)
         assert found is not None, banner
@@ -39,24 +41,33 @@ class Appliance:
         return msgspec.json.decode(answer.content, type=dict[str, object])
 
     def children(self) -> dict[str, int]:
-        """Process ids by module: engine, gateway."""
+        """Process ids by name: `engine-0`, `gateway-0`, `valkey`."""
         found: dict[str, int] = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                words = (entry / "cmdline").read_bytes().split(b"\0")
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
             except OSError:
                 continue  # It has just ended.
-            if parent == self.process.pid and b"-m" in words:
-                found[words[words.index(b"-m") + 1].decode()] = int(entry.name)
+            if parent == self.process.pid:
+                found[_name(words)] = int(entry.name)
         return found
 
     def terminate(self) -> int:
         """SIGTERM, and the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
+
+
+def _name(words: list[str]) -> str:
+    """Of the program with this command line."""
+    if "--options" not in words:
+        return "valkey" if "valkey" in words[0] else words[0]
+    module = words[words.index("-m") + 1]
+    options = msgspec.json.decode(words[words.index("--options") + 1])
+    return f"{module}-{options['replica' if module == 'engine' else 'worker']}"
 
 
 @contextmanager
@@ -79,7 +90,7 @@ def serve(*options: str) -> Iterator[Appliance]:
     watchdog.cancel()
     try:
         assert process.poll() is None and said, "it did not start:\n" + "".join(log)
-        appliance = Appliance(process, said)
+        appliance = Appliance(process, said, log)
         yield appliance
         appliance.http.close()
     finally:

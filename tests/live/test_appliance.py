@@ -176,7 +176,7 @@ def held(appliance: Appliance) -> int:
 
 def test_a_killed_engine_comes_back(default_model: Path) -> None:
     with serve("--model", str(default_model), "--drain", "5") as own:
-        os.kill(own.children()["engine"], signal.SIGKILL)
+        os.kill(own.children()["engine-0"], signal.SIGKILL)
         wait_for(lambda: own.http.get("/ready").status_code == 503, "not ready without an engine")
         assert own.http.get("/health").status_code == 200
         refused = chat(own, "hello", max_tokens=2)

@@ -78,7 +78,7 @@ async def play(appliance: Appliance, first: int, count: int, model: str) -> list
 @pytest.mark.timeout(480)  # Two thousand answers of a real model.
 def test_nothing_is_left_behind(appliance: Appliance) -> None:
     model = model_of(appliance)
-    children = appliance.children()
+    children = {name: pid for name, pid in appliance.children().items() if name != "valkey"}
     outcomes = asyncio.run(play(appliance, 0, WINDOW_REQUESTS, model))  # Pools and caches find their size.
     wait_for(lambda: held(appliance) == 0, "no KV is held after warming up")
     before = {name: descriptors(pid) for name, pid in children.items()}
