@@ -52,6 +52,14 @@ class Book:
         self.enter("dispatch", now_ns)
         self._dispatched_ns = now_ns
 
+    def timing(self, sent_ns: int, now_ns: int, states: Sequence[str]) -> dict[str, str]:
+        """Headers: our own time before the request was sent on, and what these states have taken so far."""
+        spent = self.shown.spent(now_ns)
+        return {
+            "x-pellucid-overhead-ms": f"{(sent_ns - self.opened_ns) / 1e6:.3f}",
+            "server-timing": ", ".join(f"{state};dur={spent.get(state, 0) / 1e6:.3f}" for state in states),
+        }
+
     def guess(self, state: str, now_ns: int) -> None:
         """What the engine seems to be doing, for the live view."""
         if self._tail is None:

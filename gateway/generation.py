@@ -128,7 +128,7 @@ class Generation:
         self._raise_failures()
         accepted_ns = max(one.call.accepted_ns for one in self._running)
         exchange.book.guess("prefill", accepted_ns)
-        return _timing(exchange, sent_ns, accepted_ns)
+        return exchange.book.timing(sent_ns, accepted_ns, ("parse", "tokenize", "dispatch"))
 
     def _raise_failures(self) -> None:
         """Nothing is sent yet, so what has already failed can still be a plain HTTP status."""
@@ -269,13 +269,3 @@ class Generation:
             cached=sum(cached),
             output=sum(one.output_tokens for one in self._running),
         )
-
-
-def _timing(exchange: Exchange, sent_ns: int, accepted_ns: int) -> dict[str, str]:
-    """The gateway's own time before the engine had the request, and the phases up to its acceptance."""
-    spent = exchange.book.shown.spent(accepted_ns)
-    phases = (f"{state};dur={spent.get(state, 0) / 1e6:.3f}" for state in ("parse", "tokenize", "dispatch"))
-    return {
-        "x-pellucid-overhead-ms": f"{(sent_ns - exchange.book.opened_ns) / 1e6:.3f}",
-        "server-timing": ", ".join(phases),
-    }

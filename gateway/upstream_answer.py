@@ -2,7 +2,9 @@
 An upstream's answer on its way to the client: its events and its whole bodies, with our names in them.
 
 Replaced are `id` (the request's, as everywhere) and `model` (as the client knows it); a usage that only we asked for is
-taken out.  All else passes byte for byte.  What is no JSON object, or no UTF-8, does not pass.
+taken out.  An event of a stream with neither choices nor a usage is none of OpenAI's, such as a ping, and is left out;
+choices that are null are an empty list, which clients go through.  All else passes byte for byte.  What is no JSON
+object, or no UTF-8, does not pass.
 """
 
 from typing import Annotated
@@ -42,7 +44,7 @@ class _Usage(msgspec.Struct, frozen=True):
 
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_list = msgspec.json.Decoder(list[dict[str, object]])
+_list = msgspec.json.Decoder(list[dict[str, object]] | None)
 _usage = msgspec.json.Decoder(_Usage)
 _encode = msgspec.json.Encoder().encode
 _NULL = msgspec.Raw(b"null")
@@ -54,7 +56,8 @@ class Relayed:
     def __init__(self) -> None:
         self.upstream = ""
         """Who was sent the request last; empty: nobody."""
-        self.usage: Tokens | None = None
+        self.said: Tokens | None = None
+        """The usage, as the upstream says it."""
         self.first_token_ns = 0
         self.gap_max_ns = 0
         self.cut_short = False
@@ -62,6 +65,12 @@ class Relayed:
         self._pieces = 0
         self._text_bytes = 0
         self._last_ns = 0
+
+    @property
+    def usage(self) -> Tokens | None:
+        """What to believe of it: not that there was no output, once some has passed."""
+        said = self.said
+        return None if said is not None and not said.output and (self._pieces or self._text_bytes) else said
 
     @property
     def output_tokens(self) -> int:
@@ -109,6 +118,8 @@ class Translator:
         fields = _object(data)
         choices = self._choices(fields)
         counted = self._count(fields)
+        if not counted and "choices" not in fields:
+            return b""
         if counted and not choices and self._choices_asked > 1:
             self._add_up()
         if not self._include_usage:
@@ -139,9 +150,13 @@ class Translator:
         if bytes(fields.get("object", _NULL)) == b'"error"':
             raise Refusal(_encode(fields))  # the older form of vLLM and SGLang, without `error` around it
         try:
-            choices = _list.decode(fields["choices"]) if bytes(fields.get("choices", _NULL)) != b"null" else []
+            choices = _list.decode(fields.get("choices", _NULL))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise Garbage("choices that are none") from None
+        if choices is None:
+            if "choices" in fields:
+                fields["choices"] = msgspec.Raw(b"[]")
+            return []
         for choice in choices:
             self._relayed.cut_short |= choice.get("finish_reason") == "length"
         return choices
@@ -153,20 +168,20 @@ class Translator:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
         cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None
-        self._relayed.usage = Tokens(
+        self._relayed.said = Tokens(
             prompt=usage.prompt_tokens, cached=min(cached or 0, usage.prompt_tokens), output=usage.completion_tokens
         )
         return True
 
     def _add_up(self) -> None:
         """A usage at the end of a stream may be of one choice only: llama.cpp sends as many as there are choices."""
-        usage, so_far = self._relayed.usage, self._bills
+        usage, so_far = self._relayed.said, self._bills
         assert usage is not None
         if so_far is not None:
             prompt = so_far.prompt + usage.prompt if self._prompts > 1 else usage.prompt  # else they all have the same
             cached = so_far.cached + usage.cached if self._prompts > 1 else usage.cached
             usage = Tokens(prompt=prompt, cached=cached, output=so_far.output + usage.output)
-        self._bills = self._relayed.usage = usage
+        self._bills = self._relayed.said = usage
 
 
 def _object(data: bytes) -> dict[str, msgspec.Raw]:

@@ -26,8 +26,10 @@ code, where it is one of ours.  What an operator should know is in `reason`, whi
 said.
 """
 
+import os
 from typing import Literal
 
+import aiohttp
 import msgspec
 
 from gateway import errors
@@ -77,15 +79,21 @@ def bad_gateway() -> ApiError:
     return ApiError(502, "bad_gateway", message, kind="server_error", outcome="upstream_failed")
 
 
-def unreachable(why: str) -> Failure:
-    """Nobody listens there, or the name is unknown, or the certificate is no good."""
+def of_connecting(error: aiohttp.ClientError, *, connect_timeout_s: float) -> Failure:
+    """Nobody listens there, or in time, or the name is unknown, or the certificate is no good."""
+    match error:
+        case aiohttp.ConnectionTimeoutError():
+            late = errors.engine_timeout(
+                f"The server of this model did not take a connection within {connect_timeout_s:g} s."
+            )
+            return Failure(f"took no connection within {connect_timeout_s:g} s", late, elsewhere=True)
+        case aiohttp.ClientSSLError():
+            why = "its certificate, or its TLS, is not accepted"
+        case OSError(errno=int(number)) if number > 0:
+            why = os.strerror(number)
+        case _:
+            why = type(error).__name__
     return Failure(f"cannot be connected to: {why}", errors.no_engine(), elsewhere=True)
-
-
-def slow_to_connect(limit_s: float) -> Failure:
-    """As if nobody were there."""
-    error = errors.engine_timeout(f"The server of this model did not take a connection within {limit_s:g} s.")
-    return Failure(f"took no connection within {limit_s:g} s", error, elsewhere=True)
 
 
 def hung_up(*, reused: bool, elsewhere: bool) -> Failure:
@@ -154,6 +162,15 @@ def of_error(error: bytes, *, secrets: tuple[str, ...]) -> Failure:
     return failure
 
 
+def error_in(body: bytes) -> bytes:
+    """The error object of a body, as it came; empty: there is none."""
+    try:
+        error = bytes(msgspec.json.decode(body, type=_Body).error)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return b""
+    return b"" if error == b"null" else error
+
+
 def retry_after_ms(headers: dict[str, str]) -> int | None:
     """What `retry-after-ms` or `retry-after` say, where they say it in numbers."""
     for name, scale in (("retry-after-ms", 1), ("retry-after", 1000)):
@@ -186,11 +203,7 @@ def _words(raw: bytes) -> _Words:
 
 def _relayed(body: bytes, secrets: tuple[str, ...]) -> ApiError:
     """A 400 of the upstream as ours: `{"error": {...}}`, or the older form of vLLM and SGLang without that."""
-    try:
-        inner = bytes(msgspec.json.decode(body, type=_Body).error)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        inner = b"null"
-    words = _words(body if inner == b"null" else inner)
+    words = _words(error_in(body) or body)
     message = _clean(words.message, secrets, MESSAGE_CHARS_MAX) or "The server of this model refused the request."
     code = words.code if isinstance(words.code, str) and words.code in _CODES else "invalid_value"
     if any(sign in f"{words.message} {words.type} {words.code}" for sign in _OVER_CONTEXT):

@@ -9,7 +9,6 @@ What ends the request (the client leaves, a drain, a deadline) closes the connec
 """
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -25,12 +24,12 @@ from gateway.upstream_errors import (
     Failure,
     bad_gateway,
     broken,
+    error_in,
     hung_up,
+    of_connecting,
     of_error,
     of_status,
     retry_after_ms,
-    slow_to_connect,
-    unreachable,
 )
 from gateway.upstream_events import EventReader, TooLarge
 from gateway.upstream_request import Asked
@@ -84,6 +83,7 @@ class Relay:
         self._posting: asyncio.Task[aiohttp.ClientResponse] | None = None
         self._response: aiohttp.ClientResponse | None = None
         self._began_ns = 0
+        self._sent_ns = 0
         self._waiting_ns = 0  # since when the upstream has been silent; 0: it is not its turn
         self._heard = False  # anything of the present answer
         self._overdue: Failure | None = None
@@ -114,7 +114,7 @@ class Relay:
                 raise (failure.error if failure is not None else error) from None
             try:
                 await self._attempt(upstream)
-                return self._timing()
+                return self._exchange.book.timing(self._began_ns, clock.now_ns(), ("parse", "dispatch", "upstream"))
             except Failure as caught:
                 failure = caught
             self._fail(failure)
@@ -142,7 +142,7 @@ class Relay:
             raise broken("compresses its answer, which nobody asked for")
         wanted = "text/event-stream" if self._asked.stream else "application/json"
         if response.content_type != wanted:
-            raise broken(f"answers with another content type than {wanted}")
+            raise await self._other_type(response, upstream, wanted)
         while self._asked.stream and not (self._ready or self._done):
             self._ready = self._translate(await self._read())
             if self._failure is not None and not self._ready:
@@ -179,18 +179,29 @@ class Relay:
         """The connection is there and the request on its way."""
         now_ns = clock.now_ns()
         self._exchange.book.enter("upstream", now_ns)
-        self._waiting_ns = now_ns
+        self._sent_ns = self._waiting_ns = now_ns
 
     async def _refused(self, response: aiohttp.ClientResponse, upstream: Upstream) -> Failure:
+        body = await self._words()
+        headers = {name.lower(): value for name, value in response.headers.items()}
+        return of_status(response.status, body, rest_ms=retry_after_ms(headers), secrets=upstream.secrets)
+
+    async def _other_type(self, response: aiohttp.ClientResponse, upstream: Upstream, wanted: str) -> Failure:
+        """Some servers refuse a stream with an error object under a 200, which is no stream."""
+        if response.content_type == "application/json" and (error := error_in(await self._words())):
+            return of_error(error, secrets=upstream.secrets)
+        return broken(f"answers with another content type than {wanted}")
+
+    async def _words(self) -> bytes:
+        """The beginning of an answer that is none, or as much of it as comes.  Raises Failure: all is over."""
         body = bytearray()
         try:
             while len(body) < ERROR_BYTES_MAX and (piece := await self._read()):
                 body += piece
-        except Failure as failure:
+        except Failure:
             if self._exchange.flight.error is not None:
-                return failure  # It is over anyway; else the status says enough.
-        headers = {name.lower(): value for name, value in response.headers.items()}
-        return of_status(response.status, bytes(body), rest_ms=retry_after_ms(headers), secrets=upstream.secrets)
+                raise
+        return bytes(body)
 
     # ---- the answer
 
@@ -236,8 +247,9 @@ class Relay:
     async def _read(self) -> bytes:
         """The next piece, nothing at the end.  Raises Failure."""
         assert self._response is not None
-        self._waiting_ns = clock.now_ns()
-        self._exchange.book.enter("upstream", self._waiting_ns)
+        now_ns = clock.now_ns()
+        self._waiting_ns = now_ns if self._heard else self._sent_ns  # a head alone is no beginning
+        self._exchange.book.enter("upstream", now_ns)
         try:
             piece = await self._response.content.readany()
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -372,25 +384,10 @@ class Relay:
                 return of_error(error.error, secrets=self._upstream.secrets)
             case Garbage() | TooLarge():
                 return broken(str(error))
-            case aiohttp.ConnectionTimeoutError():
-                return slow_to_connect(self._upstream.options.connect_timeout_s)
-            case aiohttp.ClientSSLError():
-                return unreachable("its certificate, or its TLS, is not accepted")
-            case aiohttp.ClientConnectorError():
-                number = error.errno or 0
-                return unreachable(os.strerror(number) if number > 0 else type(error).__name__)
+            case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
+                return of_connecting(error, connect_timeout_s=self._upstream.options.connect_timeout_s)
             case aiohttp.ServerDisconnectedError() | OSError() if self._response is None:
                 first, self._hung_up = not self._hung_up, True
                 return hung_up(reused=self.reused, elsewhere=first)
             case _:
                 return Failure(f"broke off or is no HTTP: {type(error).__name__}", bad_gateway())
-
-    def _timing(self) -> dict[str, str]:
-        """The gateway's own time before the upstream was chosen, and the phases up to the beginning of its answer."""
-        book = self._exchange.book
-        spent = book.shown.spent(clock.now_ns())
-        phases = (f"{state};dur={spent.get(state, 0) / 1e6:.3f}" for state in ("parse", "dispatch", "upstream"))
-        return {
-            "x-pellucid-overhead-ms": f"{(self._began_ns - book.opened_ns) / 1e6:.3f}",
-            "server-timing": ", ".join(phases),
-        }
