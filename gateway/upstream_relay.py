@@ -272,6 +272,8 @@ class Relay:
                 if data is None:
                     found.append(KEEP_ALIVE if self._begun else b"")
                 elif data.strip() == b"[DONE]":
+                    if not self._begun and not any(found):
+                        raise Garbage("ended its stream without a word")
                     self._done = True
                     self._succeed()
                     found.append(DONE)

@@ -235,8 +235,9 @@ class TestBeforeTheFirstByte:
             (streams(b'data: {"error":{"message":"' + SECRET.encode() + b'"}}\n\n'), True),
             (streams(b"<html>" + SECRET.encode()), True),
             (streams(b": nothing\n\n" * 10), True),
+            (streams(b": nothing\n\ndata: [DONE]\n\n"), True),
         ],
-        ids=range(24),
+        ids=range(25),
     )
     def test_what_is_no_answer(self, relay: Relay, behave: Behaviour, stream: bool) -> None:
         gateway, upstream = relay
