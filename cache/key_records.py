@@ -77,6 +77,12 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     old_until_s: int | None = None
     """Until when the text before the last rotation is good."""
 
+    def state(self, now_s: int) -> Literal["active", "revoked", "expired"]:
+        """What it is good for now."""
+        if self.revoked_s is not None:
+            return "revoked"
+        return "expired" if self.expires_s is not None and self.expires_s <= now_s else "active"
+
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A key at rest."""

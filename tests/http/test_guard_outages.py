@@ -3,7 +3,6 @@
 import pytest
 
 from cache.accounts import Limits
-from cache.key_records import Tenant
 from tests.http.asking import COMPLETIONS_URL, Pair, prompt
 from tests.http.conftest import Custom
 from tests.http.guard import Guard, ask, bearer, until
@@ -123,7 +122,7 @@ def test_a_server_that_freezes_while_a_stream_runs_is_paid_later(guarded: Pair, 
 
 
 def test_a_tenant_that_is_not_to_be_served_without_limits(guarded: Pair, guard: Guard) -> None:
-    guard.put_tenant(Tenant(name="blue", policy="closed"))
+    guard.change_tenant("blue", policy="closed")
     issued = guard.create(limits=ALL)
     assert ask(guarded, issued.key).status_code == 200
     guard.server.kill()
