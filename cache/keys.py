@@ -23,10 +23,9 @@ from cache.connection import Script, Store
 from cache.errors import Misconfigured, NotAllowed, Unavailable
 from cache.key_records import (
     DEFAULT_ORGANISATION,
-    LABEL_RULE,
-    NAME_RULE,
     NOBODY,
     PEPPER_BYTES_MIN,
+    RULES,
     AuditLine,
     Identity,
     Issued,
@@ -366,4 +365,4 @@ def _words_of(error: str) -> str:
     if "regex" not in what:
         return error
     field = path.rpartition(".")[2]
-    return f"{field}: {LABEL_RULE if field.startswith(('label', 'models')) else NAME_RULE}"
+    return f"{field}: {RULES[field.partition('[')[0]]}"

@@ -204,11 +204,12 @@ def list_keys(as_json: bool, **given: Value) -> None:
     found: list[Key] = []
     if any_keys(options, os.environ):
         found = with_keys(options, os.environ, lambda keys: keys.list_keys())
+    now_s = int(time.time())
     if as_json:
-        click.echo(json.dumps([msgspec.to_builtins(key) | {"state": key.state(int(time.time()))} for key in found]))
+        click.echo(json.dumps(msgspec.to_builtins([key.shown(now_s) for key in found])))
         return
     for key in found:
-        state = key.state(int(time.time()))
+        state = key.shown(now_s).state
         click.echo(f"{key.id}  {state:8}  {key.tenant}  {_shown(key.limits)}  {key.priority}  {key.label}".rstrip())
 
 
