@@ -13,6 +13,7 @@ import msgspec
 LIMIT_MAX = 10**15
 """Beyond any real limit, and small enough for Lua's doubles to be exact."""
 Limit = Annotated[int, msgspec.Meta(ge=0, le=LIMIT_MAX)] | None
+POLICIES = ("local", "closed", "open")
 Policy = Literal["local", "closed", "open"]
 """What a request gets while the server is away: a share of its limits in each worker, a 503, or everything."""
 LevelName = Literal["organisation", "tenant", "key"]

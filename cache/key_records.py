@@ -30,6 +30,11 @@ Label = Annotated[
 ]
 """May be shown on a terminal: one line, and nothing that moves the cursor or turns the writing round."""
 LABEL_RULE = "at most 200 printable characters"
+RULES = {
+    **dict.fromkeys(("name", "tenant", "organisation"), NAME_RULE),
+    **dict.fromkeys(("label", "models"), LABEL_RULE),
+}
+"""Of the fields whose type is a pattern, for people."""
 MODELS_MAX = 100
 Models = Annotated[tuple[Label, ...], msgspec.Meta(max_length=MODELS_MAX)]
 PRESENTED_CHARS_MAX = 256
@@ -76,6 +81,18 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rotated_s: int | None = None
     old_until_s: int | None = None
     """Until when the text before the last rotation is good."""
+
+    def shown(self, now_s: int) -> "ShownKey":
+        """The same, with its state."""
+        expired = self.expires_s is not None and self.expires_s <= now_s
+        state: Literal["active", "revoked", "expired"] = "expired" if expired else "active"
+        return ShownKey(**msgspec.structs.asdict(self), state=state if self.revoked_s is None else "revoked")
+
+
+class ShownKey(Key, frozen=True, kw_only=True, omit_defaults=True):
+    """A key without its secret, and what it is good for now."""
+
+    state: Literal["active", "revoked", "expired"]
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

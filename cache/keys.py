@@ -12,21 +12,20 @@ anything else nobody can say whether it is good, and that is Unavailable, not a 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
 
-from cache.accounts import Limits
+from cache.accounts import Limits, Policy
 from cache.connection import Script, Store
 from cache.errors import Misconfigured, NotAllowed, Unavailable
 from cache.key_records import (
     DEFAULT_ORGANISATION,
-    LABEL_RULE,
-    NAME_RULE,
     NOBODY,
     PEPPER_BYTES_MIN,
+    RULES,
     AuditLine,
     Identity,
     Issued,
@@ -56,7 +55,8 @@ TRIES_MAX = 5
 _KEYS = [f"pellucid:{{keys}}:{name}" for name in ("organisations", "tenants", "keys", "audit")]
 _NS_PER_S = 1_000_000_000
 _Hash = Literal["organisations", "tenants", "keys"]
-_Record = TypeVar("_Record", Organisation, Tenant, Stored)
+_Record = TypeVar("_Record", bound=Organisation | Tenant | Stored)
+_Group = TypeVar("_Group", bound=Organisation | Tenant)
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -154,19 +154,38 @@ class Keys:
 
     # ---- administration
 
-    async def put_organisation(self, organisation: Organisation, *, actor: str) -> None:
-        """Make it, or give it these limits.  Raises NotAllowed, Unavailable."""
-        organisation = _checked(organisation)
-        line = self._line("organisation", actor, organisation.name, limits=_words(organisation.limits))
-        await self._replace("organisations", organisation.name, organisation, line)
+    async def change_organisation(self, name: str, *, actor: str, limits: Limits | None = None) -> Organisation:
+        """Make it, or change it: what is None stays.  What has become of it.  Raises NotAllowed, Unavailable."""
+        return await self._make_or_change(Organisation(name=name), {"limits": limits}, actor)
 
-    async def put_tenant(self, tenant: Tenant, *, actor: str) -> None:
-        """Make it, and its organisation where that is missing, or change it.  Raises NotAllowed, Unavailable."""
-        tenant = _checked(tenant)
-        details = {"organisation": tenant.organisation, "policy": tenant.policy, "limits": _words(tenant.limits)}
-        line = self._line("tenant", actor, tenant.name, **details)
-        organisation = Organisation(name=tenant.organisation)
-        await self._replace("tenants", tenant.name, tenant, line, organisation)
+    async def change_tenant(
+        self,
+        name: str,
+        *,
+        actor: str,
+        organisation: str | None = None,
+        limits: Limits | None = None,
+        policy: Policy | None = None,
+    ) -> Tenant:
+        """The same; its organisation is made where that is missing.  Raises NotAllowed, Unavailable."""
+        given = {"organisation": organisation, "limits": limits, "policy": policy}
+        return await self._make_or_change(Tenant(name=name), given, actor)
+
+    async def _make_or_change(self, new: _Group, given: Mapping[str, str | Limits | None], actor: str) -> _Group:
+        changes = {field: value for field, value in given.items() if value is not None}
+        new = _checked(msgspec.structs.replace(new, **changes))
+        of: _Hash = "tenants" if isinstance(new, Tenant) else "organisations"
+        for _ in range(TRIES_MAX):
+            (record,) = await self._run("get", of, new.name)
+            changed = msgspec.structs.replace(_decode(record, type(new)), **changes) if record else new
+            details = msgspec.structs.asdict(changed) | {"limits": _words(changed.limits)}
+            name = details.pop("name")
+            line = self._line("tenant" if isinstance(new, Tenant) else "organisation", actor, name, **details)
+            parents = (Organisation(name=changed.organisation),) if isinstance(changed, Tenant) else ()
+            if await self._put(of, name, record, changed, line, *parents):
+                self._entries.clear()
+                return changed
+        raise Unavailable(f"others are changing these {of} at the same time")
 
     async def create(
         self,
@@ -290,21 +309,6 @@ class Keys:
                 return changed
         raise Unavailable("others are changing this key at the same time")
 
-    async def _replace(
-        self,
-        of: _Hash,
-        name: str,
-        record: Organisation | Tenant,
-        line: AuditLine,
-        *parents: Organisation | Tenant,
-    ) -> None:
-        for _ in range(TRIES_MAX):
-            (before,) = await self._run("get", of, name)
-            if await self._put(of, name, before, record, line, *parents):
-                self._entries.clear()
-                return
-        raise Unavailable("others are changing this at the same time")
-
     async def _put(
         self,
         of: _Hash,
@@ -361,4 +365,4 @@ def _words_of(error: str) -> str:
     if "regex" not in what:
         return error
     field = path.rpartition(".")[2]
-    return f"{field}: {LABEL_RULE if field.startswith(('label', 'models')) else NAME_RULE}"
+    return f"{field}: {RULES[field.partition('[')[0]]}"

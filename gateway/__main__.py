@@ -14,7 +14,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,7 +25,8 @@ import uvloop
 from cache.errors import Misconfigured
 from engine.handshake import SECRET_VARIABLE, HandshakeError, secret_in
 from gateway.app import Application
-from gateway.config import REDIS_URL_VARIABLE, GatewayOptions
+from gateway.config import ADMIN_KEY, ADMIN_KEY_RULE, ADMIN_KEY_VARIABLE, REDIS_URL_VARIABLE, GatewayOptions
+from gateway.front import Front
 from gateway.protocol import BACKLOG, http_config
 from gateway.tokens import load
 from gateway.vocabulary import VocabularyError
@@ -62,7 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
             withhold.install()
             if options.workers > 1:  # in each line of this process: the loop's context is a copy of this one
                 stack.enter_context(structlog.contextvars.bound_contextvars(worker=options.worker))
-            listener = stack.enter_context(open_listener(options))
+            listeners = [stack.enter_context(open_listener(options.host, options.port, options.listener))]
+            if options.admin_port:
+                opened = open_listener(options.admin_host, options.admin_port, options.admin_listener)
+                listeners.append(stack.enter_context(opened))
             runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
             text = load(Path(options.model)) if options.engines else None
             if text is not None:
@@ -74,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
             return EXIT_CANNOT_START
         gc.collect()
         gc.freeze()  # What is loaded stays: no collection need walk through it while tokens wait.
-        runner.run(serve(application, listener))
+        runner.run(serve(application, list(zip(application.fronts, listeners, strict=True))))
     return 0
 
 
@@ -97,21 +101,26 @@ def _options(raw: str) -> GatewayOptions:
     if not secret and any(address.startswith("tcp:") for address in options.engines):
         raise CannotStart(f"engines on a network need a secret: --engine-secret-file, or {SECRET_VARIABLE}")
     redis_url = os.environ.get(REDIS_URL_VARIABLE, options.redis_url)
-    return msgspec.structs.replace(options, redis_url=redis_url, engine_secret=secret)
+    admin_key = os.environ.get(ADMIN_KEY_VARIABLE, "").encode(errors="surrogateescape")
+    if options.admin_port and not redis_url:
+        raise CannotStart("bad options: the admin interface needs a server that keeps keys")
+    if options.admin_port and not ADMIN_KEY.fullmatch(admin_key):
+        raise CannotStart(f"the admin interface needs a key in {ADMIN_KEY_VARIABLE}: {ADMIN_KEY_RULE}")
+    return msgspec.structs.replace(options, redis_url=redis_url, engine_secret=secret, admin_key=admin_key)
 
 
-def open_listener(options: GatewayOptions) -> socket.socket:
+def open_listener(host: str, port: int, inherited: int) -> socket.socket:
     """
     A listening socket, of our own or shared with other workers.  Raises CannotStart.
 
     Workers share one socket that the supervisor holds, and not a port (SO_REUSEPORT): the connections that wait are
     the kernel's, any worker takes them, and none is lost with a worker that dies, or waits for one that is stuck.
     """
-    if options.listener < 0:
-        return listen(options.host, options.port)
-    where = f"{options.host}:{options.port}"
+    if inherited < 0:
+        return listen(host, port)
+    where = f"{host}:{port}"
     try:
-        listener = socket.socket(fileno=options.listener)
+        listener = socket.socket(fileno=inherited)
     except OSError as error:
         raise CannotStart(f"bad options: no socket for {where} was inherited: {error.strerror}") from None
     return _begin(listener, where)
@@ -144,9 +153,9 @@ def _begin(listener: socket.socket, where: str) -> socket.socket:
     return listener
 
 
-async def serve(application: Application, listener: socket.socket) -> None:
-    """Serve on `listener` until SIGTERM or SIGINT, then drain."""
-    server = Server(http_config(application.front, application.options))
+async def serve(application: Application, doors: Sequence[tuple[Front, socket.socket]]) -> None:
+    """Serve all `doors`, the first of them the application's, until SIGTERM or SIGINT, then drain."""
+    servers = [(Server(http_config(front, front.options)), listener) for front, listener in doors]
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -156,15 +165,16 @@ async def serve(application: Application, listener: socket.socket) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    serving = [asyncio.create_task(server.serve(sockets=[listener]), name="http") for server, listener in servers]
     stopping = asyncio.create_task(stop.wait(), name="signals")
-    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({*serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
         structlog.get_logger("pellucid.gateway").info("draining", running=len(application.gateway.running))
         await application.gateway.drain()
-        server.should_exit = True
     stopping.cancel()
-    await serving
+    for (server, _), task in reversed(list(zip(servers, serving, strict=True))):
+        server.should_exit = True
+        await task  # the application is the last: what others have counted is told by it
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ class Admission:
         """Whose request it is.  Raises ApiError; missing, unknown, revoked and expired keys look alike."""
         if self._store is None:
             return Ticket()
-        presented = _presented(headers)
+        presented = presented_key(headers)
         try:
             if not await self._needs_key(presented):
                 return self._ticket(None)
@@ -344,7 +344,7 @@ class Admission:
         return -(-cost // PRICED_TOKENS)
 
 
-def _presented(headers: Mapping[str, str]) -> str:
+def presented_key(headers: Mapping[str, str]) -> str:
     """The key that a request shows; empty without one."""
     scheme, _, text = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":

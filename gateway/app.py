@@ -15,6 +15,7 @@ from litestar.exceptions import HTTPException
 
 from cache.prefix_index import PrefixIndex
 from cache.suspects import Suspects
+from gateway.admin import AdminApplication
 from gateway.admission import Admission
 from gateway.backend import Backend
 from gateway.config import GatewayOptions
@@ -73,6 +74,11 @@ class Application:
             signature_types=[Gateway, Exchange],
         )
         self.front = Front(litestar, options, self.hub, self.backend.knows, on_closed=self.gateway.finished)
+        self.fronts = [self.front]
+        """This one, and that of the admin interface where there is one."""
+        if options.admin_port:
+            admin = AdminApplication(options, self.hub, self.front.open.__contains__, version=_version())
+            self.fronts.append(admin.front)
 
     def document(self) -> Schema:
         """What the interface is."""

@@ -15,6 +15,10 @@ POLICIES: tuple[Policy, ...] = ("round-robin", "least-tokens", "prefix")
 """How a replica is chosen: gateway.balance."""
 REDIS_URL_VARIABLE = "PELLUCID_REDIS_URL"
 """It may hold a password, so it is not among the arguments, which everybody on the machine can read."""
+ADMIN_KEY_VARIABLE = "PELLUCID_ADMIN_KEY"
+ADMIN_KEY = re.compile(rb"[!-~]{16,256}")
+"""What can be guessed is none, and what no header can hold is of no use."""
+ADMIN_KEY_RULE = "an admin key is 16 to 256 characters of ASCII, without spaces"
 
 UPSTREAMS_MAX = 64
 _UPSTREAM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -131,6 +135,13 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Of a million output tokens."""
     host: str = "127.0.0.1"
     port: int = 8000
+    admin_port: int = 0
+    """Where keys, tenants and organisations can be changed; 0: nowhere."""
+    admin_host: str = "127.0.0.1"
+    admin_listener: int = -1
+    """As `listener`, of that port."""
+    admin_key: bytes = b""
+    """Who knows it may change them; the process takes it from its environment."""
     otlp_endpoint: str = ""
     """Base URL for OTLP over HTTP, e.g. http://127.0.0.1:4318; empty: OTEL_EXPORTER_OTLP_ENDPOINT, or no traces."""
     cors_origins: tuple[str, ...] = ("*",)

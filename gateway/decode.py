@@ -15,6 +15,7 @@ from typing import Never, TypeVar
 
 import msgspec
 
+from cache.key_records import RULES as RULES_OF_NAMES
 from gateway import errors
 from gateway.errors import ApiError
 from gateway.wire import (
@@ -24,7 +25,6 @@ from gateway.wire import (
     UNSUPPORTED,
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     Generation,
     Json,
     Texts,
@@ -38,7 +38,7 @@ INLINE_BYTES_MAX = 64 * 1024
 FIELD_NAME_CHARS_MAX = 64  # of an unknown field, in the error message
 
 Result = TypeVar("Result")
-T = TypeVar("T", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+T = TypeVar("T", bound=msgspec.Struct)
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?$", re.DOTALL)
@@ -174,6 +174,9 @@ def _explain(error: msgspec.ValidationError, kind: type, root: str = "") -> ApiE
     named = _NAMED.match(what)
     if named is None:
         path = path.removesuffix("[...]")  # the value of a mapping; its key is not in the message
+        rule = RULES_OF_NAMES.get(path.rpartition(".")[2])
+        if rule is not None and "matching regex" in what:
+            what = f"expected {rule}"
         return errors.invalid(f"Invalid value for '{path}': {_lower(what)}.", path or None)
     where = f"{path}.{named['name']}" if path else named["name"]
     if named["kind"] == "missing required":

@@ -19,10 +19,10 @@ from engine.api import DEGENERATE, Finish
 RETRY_AFTER_S = 1
 DRAIN_RETRY_AFTER_S = 5
 
-Where = Literal["every", "key", "body", "name", "model", "generation", "url"]
+Where = Literal["every", "key", "body", "name", "model", "generation", "admin", "key_id", "url"]
 """
 Which requests can meet it: all, those that need a key, have a body, name something in their URL, name a model, have
-something generated; those to no route at all.
+something generated, need the admin key, name a key in their URL; those to no route at all.
 """
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -49,10 +49,10 @@ TABLE = (
     Row(400, "unknown_parameter", "A field that nobody knows.", ("body",)),
     Row(400, "context_length_exceeded", "Prompt and output do not fit the model's context.", ("generation",)),
     Row(400, "request_refused", "Engines have died of this request.", ("generation",)),
-    Row(401, "invalid_api_key", "No API key, or none that is good.", ("key",), headers=("www-authenticate",)),
+    Row(401, "invalid_api_key", "No API key, or none that is good.", ("key", "admin"), headers=("www-authenticate",)),
     Row(403, "model_not_allowed", "The key is not for this model.", ("model",), ("permission_error",)),
     Row(404, "model_not_found", "No such model is served.", ("model", "name")),
-    Row(404, "not_found", "There is nothing at this URL.", ("name", "url")),
+    Row(404, "not_found", "There is nothing at this URL.", ("name", "key_id", "url")),
     Row(405, "method_not_allowed", "The URL knows other methods.", ("url",), headers=("allow",)),
     Row(408, "request_timeout", "The body did not arrive in time.", ("body",), ("timeout_error",)),
     Row(413, "request_too_large", "The body is over the limit.", ("body",)),
@@ -87,7 +87,7 @@ TABLE = (
         _AFTER,
     ),
     Row(503, "draining", "The server is shutting down.", ("generation",), (SERVER,), _AFTER),
-    Row(503, "keys_unavailable", "API keys cannot be checked at the moment.", ("key",), (SERVER,), _AFTER),
+    Row(503, "keys_unavailable", "API keys cannot be checked at the moment.", ("key", "admin"), (SERVER,), _AFTER),
     Row(503, "limits_unavailable", "Limits cannot be checked at the moment.", ("generation",), (SERVER,), _AFTER),
     Row(
         504, "engine_timeout", "The engine, or the upstream, was silent, or took too long.", ("generation",), (SERVER,)
@@ -240,11 +240,9 @@ def overloaded(message: str) -> ApiError:
     return _unavailable("overloaded", message, RETRY_AFTER_S)
 
 
-def keys_unavailable() -> ApiError:
+def keys_unavailable(message: str = "API keys cannot be checked at the moment; try again shortly.") -> ApiError:
     """Nobody can say whether the key is good."""
-    return _unavailable(
-        "keys_unavailable", "API keys cannot be checked at the moment; try again shortly.", RETRY_AFTER_S
-    )
+    return _unavailable("keys_unavailable", message, RETRY_AFTER_S)
 
 
 def limits_unavailable() -> ApiError:

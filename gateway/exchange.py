@@ -310,6 +310,8 @@ def route_of(path: str) -> str:
     for prefix in ("/v1/models/", "/debug/requests/"):
         if path.startswith(prefix):
             return prefix + "{id}"
+    if path.startswith("/admin/"):
+        return "/admin"
     return OTHER
 
 

@@ -12,7 +12,8 @@ from typing import cast
 
 import msgspec
 
-from gateway import answers, errors, headers, wire
+from cache import accounts, key_records
+from gateway import admin_wire, answers, errors, headers, wire
 from gateway.config import GatewayOptions, elsewhere
 from gateway.errors import ErrorBody, Row, Where
 from gateway.wire import NEUTRAL, PROMPTS, RULES, UNSUPPORTED, CompletionRequest, Json
@@ -23,14 +24,23 @@ EVENTS = "text/event-stream"
 _REF = "#/components/schemas/{name}"
 _PARAMETER = re.compile(r"\{(\w+):\w+\}")
 _UNSUPPORTED = "Not supported yet: only values that ask for nothing are accepted."
-_DESCRIPTION = (
+_BODIES = (
     "Bodies are JSON in UTF-8: no name twice in one object, no halves of surrogate pairs, at most {depth} levels, at "
     "most {size} bytes, which arrive within {wait_s:g} s.  Fields that are not described are refused.\n\n"
+)
+_DESCRIPTION = (
     "Some of what the document allows is refused with a 400 because of the model: token ids outside its vocabulary, "
     "prompts that are empty or do not fit its context, messages that its chat template refuses; so are prompts times "
     "`n` over {sequences}.\n\n"
     "An API key is needed as soon as there is one.  Every failure has the same shape; `x-request-id` names the request."
 )
+_ADMIN_DESCRIPTION = (
+    "The admin key is always needed.  Limits hold for a key, for all keys of a tenant, and for all tenants of an "
+    "organisation; null or absent: no limit, 0: nothing at all.  Times are Unix times in seconds; what may be spent is "
+    "in millionths of the currency of the prices, on a day of UTC.  Each change leaves a line in the audit."
+)
+_TYPES = (wire, answers, errors, admin_wire, key_records, accounts)
+"""Modules that have them."""
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +71,16 @@ class Route(msgspec.Struct, frozen=True):
 
 def document(routes: Sequence[Route], options: GatewayOptions, *, version: str, sequences_max: int) -> Schema:
     """The whole document."""
+    words = _DESCRIPTION.format(sequences=sequences_max)
+    return _document(routes, options, title="Pellucid", words=words, version=version)
+
+
+def admin_document(routes: Sequence[Route], options: GatewayOptions, *, version: str) -> Schema:
+    """That of the admin interface."""
+    return _document(routes, options, title="Pellucid: keys and limits", words=_ADMIN_DESCRIPTION, version=version)
+
+
+def _document(routes: Sequence[Route], options: GatewayOptions, *, title: str, words: str, version: str) -> Schema:
     paths: dict[str, Json] = {}
     for route in routes:
         item = cast(Schema, paths.setdefault(_PARAMETER.sub(r"{\1}", route.path), {}))
@@ -69,9 +89,9 @@ def document(routes: Sequence[Route], options: GatewayOptions, *, version: str, 
     return {
         "openapi": "3.1.0",
         "info": {
-            "title": "Pellucid",
+            "title": title,
             "version": version,
-            "description": _DESCRIPTION.format(**bounds, sequences=sequences_max),
+            "description": _BODIES.format(**bounds) + words,
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
@@ -89,7 +109,7 @@ def document(routes: Sequence[Route], options: GatewayOptions, *, version: str, 
 
 def _operation(operation: Operation, route: Route, options: GatewayOptions) -> Schema:
     parameters: list[Json] = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        {"name": name, "in": "path", "required": True, "schema": _parameter(name)}
         for name in _PARAMETER.findall(route.path)
     ]
     found: Schema = {"operationId": route.name, "summary": route.summary, "parameters": parameters}
@@ -100,7 +120,16 @@ def _operation(operation: Operation, route: Route, options: GatewayOptions) -> S
         found["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
     if "key" in operation.fails:
         found["security"] = [{}, {"bearer": []}, {"x-api-key": []}]  # {}: while there are no keys
+    if "admin" in operation.fails:
+        found["security"] = [{"bearer": []}, {"x-api-key": []}]
     return found | {"responses": _responses(operation, options)}
+
+
+def _parameter(name: str) -> Schema:
+    """The name of a tenant or organisation, or any other text that no slash ends."""
+    if name == "name":
+        return cast(Schema, _in_ecma(cast(Json, msgspec.json.schema(key_records.Name))))
+    return {"type": "string", "minLength": 1}
 
 
 def _or_upstreams(own: Schema, options: GatewayOptions) -> Schema:
@@ -208,18 +237,35 @@ def _components(operations: Iterable[Operation], options: GatewayOptions) -> dic
     named = {kind for one in operations for kind in (one.body, one.answer, one.events) if kind is not None}
     kinds = sorted(named | {ErrorBody}, key=lambda kind: kind.__name__)
     _, made = msgspec.json.schema_components(kinds, ref_template=_REF)
-    components = cast(dict[str, Schema], made)
+    components = cast(dict[str, Schema], _in_ecma(cast(Json, made)))
     for name, schema in components.items():
-        if hasattr(wire, name):
-            _complete(schema, getattr(wire, name), options)
+        kind: type[msgspec.Struct] = next(getattr(module, name) for module in _TYPES if hasattr(module, name))
+        if kind.__struct_config__.forbid_unknown_fields:  # part of a body: of an answer there may be more
+            _complete(schema, kind, options)
         else:
-            schema["required"] = list(_always(getattr(answers, name, None) or getattr(errors, name)))
+            schema["required"] = list(_always(kind))
     return dict(sorted(components.items()))
+
+
+def _in_ecma(value: Json) -> Json:
+    """A schema whose patterns mean the same to others: Python's anchors are letters to them, and surrogates nothing."""
+    if isinstance(value, list):
+        return [_in_ecma(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    found = {name: _in_ecma(one) for name, one in value.items()}
+    pattern = found.get("pattern")
+    if isinstance(pattern, str):
+        found["pattern"] = pattern.replace(r"\A", "^").replace(r"\Z", "$").replace(r"\ud800-\udfff", "")
+    return found
 
 
 def _always(kind: type[msgspec.Struct]) -> Iterable[str]:
     """Fields that are in each answer: those without a value are left out."""
-    return (field.encode_name for field in msgspec.structs.fields(kind) if field.default is not msgspec.UNSET)
+    left_out = kind.__struct_config__.omit_defaults
+    for field in msgspec.structs.fields(kind):
+        if field.required or not (left_out or field.default is msgspec.UNSET):
+            yield field.encode_name
 
 
 def _complete(schema: Schema, kind: type[msgspec.Struct], options: GatewayOptions) -> None:

@@ -49,6 +49,7 @@ def http_config(app: ASGIApp, options: GatewayOptions) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # who asks is who is connected: anybody can write X-Forwarded-For
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
         backlog=BACKLOG,

@@ -4,6 +4,7 @@ document says of it.
 """
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from litestar.connection import ASGIConnection
 from litestar.datastructures import State
 from litestar.di import NamedDependency
 from litestar.exceptions import HTTPException
+from litestar.handlers import HTTPRouteHandler
 from litestar.handlers.base import BaseRouteHandler
 from litestar.params import FromPath
 from litestar.types import ASGIApp, Receive, Scope, Send
@@ -79,14 +81,19 @@ def _gateway_of(scope: Scope) -> Gateway:
     return provide_gateway(scope["litestar_app"].state)
 
 
-_OPERATION = "operation"
+OPERATION = "operation"
 
 
 def routes() -> list[Route]:
     """All handlers, for the document."""
+    return described(HANDLERS)
+
+
+def described(handlers: Iterable[HTTPRouteHandler]) -> list[Route]:
+    """What handlers say of themselves."""
     return [
-        Route(path, method, handler.handler_name, inspect.getdoc(handler.fn) or "", handler.opt[_OPERATION])
-        for handler in HANDLERS
+        Route(path, method, handler.handler_name, inspect.getdoc(handler.fn) or "", handler.opt[OPERATION])
+        for handler in handlers
         for path in sorted(handler.paths)
         for method in sorted(handler.http_methods)
     ]
@@ -105,7 +112,7 @@ _GENERATION: tuple[Where, ...] = (*_TEXT, "generation")
     "/v1/chat/completions",
     guards=[authenticated],
     status_code=200,
-    opt={_OPERATION: Operation(answer=ChatCompletion, body=ChatRequest, events=ChatChunk, fails=_GENERATION)},
+    opt={OPERATION: Operation(answer=ChatCompletion, body=ChatRequest, events=ChatChunk, fails=_GENERATION)},
 )
 async def chat_completions(scope: Scope) -> ASGIApp:
     """Answer a conversation."""
@@ -116,7 +123,7 @@ async def chat_completions(scope: Scope) -> ASGIApp:
     "/v1/completions",
     guards=[authenticated],
     status_code=200,
-    opt={_OPERATION: Operation(answer=Completion, body=CompletionRequest, events=CompletionChunk, fails=_GENERATION)},
+    opt={OPERATION: Operation(answer=Completion, body=CompletionRequest, events=CompletionChunk, fails=_GENERATION)},
 )
 async def completions(scope: Scope) -> ASGIApp:
     """Continue a text."""
@@ -127,7 +134,7 @@ async def completions(scope: Scope) -> ASGIApp:
     "/tokenize",
     guards=[authenticated],
     status_code=200,
-    opt={_OPERATION: Operation(answer=Tokenized, body=TokenizeRequest, fails=_TEXT)},
+    opt={OPERATION: Operation(answer=Tokenized, body=TokenizeRequest, fails=_TEXT)},
 )
 async def tokenize(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """Text or messages as token ids."""
@@ -138,14 +145,14 @@ async def tokenize(gateway: NamedDependency[Gateway], exchange: NamedDependency[
     "/detokenize",
     guards=[authenticated],
     status_code=200,
-    opt={_OPERATION: Operation(answer=Detokenized, body=DetokenizeRequest, fails=_TEXT)},
+    opt={OPERATION: Operation(answer=Detokenized, body=DetokenizeRequest, fails=_TEXT)},
 )
 async def detokenize(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """Token ids as text."""
     return json_response(await gateway.detokenize(exchange))
 
 
-@get("/v1/models", guards=[authenticated], opt={_OPERATION: Operation(answer=Models, fails=("key",))})
+@get("/v1/models", guards=[authenticated], opt={OPERATION: Operation(answer=Models, fails=("key",))})
 async def models(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     """All models: ours, and those of upstreams."""
     return json_response({"object": "list", "data": gateway.models.all()})
@@ -154,20 +161,20 @@ async def models(gateway: NamedDependency[Gateway]) -> Response[bytes]:
 @get(
     "/v1/models/{model_id:path}",
     guards=[authenticated],
-    opt={_OPERATION: Operation(answer=Model, fails=("key", "name"))},
+    opt={OPERATION: Operation(answer=Model, fails=("key", "name"))},
 )
 async def model(gateway: NamedDependency[Gateway], model_id: FromPath[str]) -> Response[bytes]:
     """A model by its name, which may hold slashes."""
     return json_response(gateway.models.named(model_id.removeprefix("/")))
 
 
-@get("/health", opt={_OPERATION: Operation(answer=Health)})
+@get("/health", opt={OPERATION: Operation(answer=Health)})
 async def health(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     """The process is alive."""
     return json_response(gateway.health())
 
 
-@get("/ready", opt={_OPERATION: Operation(answer=Ready, statuses=(200, 503))})
+@get("/ready", opt={OPERATION: Operation(answer=Ready, statuses=(200, 503))})
 async def ready(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """Whether requests would be served: 503 and the reason if not."""
     is_ready, state = gateway.ready()
@@ -176,21 +183,21 @@ async def ready(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exc
     return json_response(state, status=200 if is_ready else 503)
 
 
-@get("/metrics", opt={_OPERATION: Operation(answer=None, texts=("text/plain", "application/openmetrics-text"))})
+@get("/metrics", opt={OPERATION: Operation(answer=None, texts=("text/plain", "application/openmetrics-text"))})
 async def metrics(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """The metric catalogue, for Prometheus."""
     text, media_type = await gateway.siblings.metrics(exchange.headers.get("accept", ""))
     return Response(text, media_type=media_type)
 
 
-@get("/openapi.json", opt={_OPERATION: Operation(answer=None)})
+@get("/openapi.json", opt={OPERATION: Operation(answer=None)})
 async def openapi(state: State) -> Response[bytes]:
     """This document.  It needs no key: it is the same for all, and says nothing of what the server did."""
     document: bytes = state["document"]
     return Response(document, media_type=_JSON)
 
 
-@get("/debug/requests", guards=[authenticated], opt={_OPERATION: Operation(answer=DebugRequests, fails=("key",))})
+@get("/debug/requests", guards=[authenticated], opt={OPERATION: Operation(answer=DebugRequests, fails=("key",))})
 async def debug_requests(gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange]) -> Response[bytes]:
     """The newest requests and where their time went; with a key, those of its tenant."""
     return json_response(await gateway.debug_requests(exchange.ticket))
@@ -199,7 +206,7 @@ async def debug_requests(gateway: NamedDependency[Gateway], exchange: NamedDepen
 @get(
     "/debug/requests/{request_id:str}",
     guards=[authenticated],
-    opt={_OPERATION: Operation(answer=DebugRequest, fails=("key", "name"))},
+    opt={OPERATION: Operation(answer=DebugRequest, fails=("key", "name"))},
 )
 async def debug_request(
     gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange], request_id: FromPath[str]
@@ -208,13 +215,13 @@ async def debug_request(
     return json_response(await gateway.debug_request(request_id, exchange.ticket))
 
 
-@get("/debug/steps", guards=[authenticated], opt={_OPERATION: Operation(answer=DebugSteps, fails=("key",))})
+@get("/debug/steps", guards=[authenticated], opt={OPERATION: Operation(answer=DebugSteps, fails=("key",))})
 async def debug_steps(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     """The newest engine steps."""
     return json_response(gateway.hub.debug_steps())
 
 
-@get("/debug/kv", guards=[authenticated], opt={_OPERATION: Operation(answer=DebugKv, fails=("key",))})
+@get("/debug/kv", guards=[authenticated], opt={OPERATION: Operation(answer=DebugKv, fails=("key",))})
 async def debug_kv(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     """Where the KV slots are."""
     return json_response(gateway.hub.debug_kv())

@@ -65,13 +65,13 @@ def engine_children(engines: Sequence[EngineOptions]) -> list[ChildSpec]:
 
 
 def worker_children(workers: Sequence[GatewayOptions]) -> list[ChildSpec]:
-    """As programs to keep alive, that inherit the socket they listen on."""
+    """As programs to keep alive, that inherit the sockets they listen on."""
     return [
         ChildSpec(
             name=_numbered("gateway", number, workers),
             command=python_command("gateway", worker),
             grace_s=worker.drain_s + DRAIN_MARGIN_S,
-            descriptors=(worker.listener,),
+            descriptors=tuple(one for one in (worker.listener, worker.admin_listener) if one >= 0),
         )
         for number, worker in enumerate(workers)
     ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import click
 import msgspec
 
-from cache.accounts import LIMIT_MAX, Limits
+from cache.accounts import LIMIT_MAX, POLICIES, Limits, Policy
 from cache.key_records import (
     DEFAULT_ORGANISATION,
     LABEL_RULE,
@@ -28,6 +28,8 @@ from cache.key_records import (
     Label,
     Models,
     Name,
+    Organisation,
+    Tenant,
 )
 from launch.errors import UserError
 from launch.flags import flags, options_of
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
 PLACES = ("data_dir", "redis_url", "pepper_file")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
-_Given = TypeVar("_Given", str, tuple[str, ...])
+_Given = TypeVar("_Given", str, str | None, tuple[str, ...])
+_Command = TypeVar("_Command", bound=Callable[..., None])
+Command = TypeVar("Command", bound=Callable[..., None])
 Value = str | bool | tuple[str, ...] | None
 
 
@@ -85,6 +89,39 @@ def _like(kind: object, rule: str) -> Callable[[click.Context, click.Parameter, 
 
 
 COUNT = click.IntRange(0, LIMIT_MAX)
+LIMIT_OPTIONS = (
+    click.option("--rpm", type=COUNT, metavar="COUNT", help="Requests a minute. Unset: no limit."),
+    click.option(
+        "--tpm", type=COUNT, metavar="TOKENS", help="Tokens a minute, of prompts and outputs. Unset: no limit."
+    ),
+    click.option("--concurrent", type=COUNT, metavar="COUNT", help="Requests at the same time. Unset: no limit."),
+    click.option(
+        "--spend-per-day", callback=_micros, metavar="AMOUNT", help="What a day may cost, by the prices of `serve`."
+    ),
+)
+
+
+def limit_options(command: _Command) -> _Command:
+    """The options of all that has limits."""
+    for option in reversed(LIMIT_OPTIONS):
+        command = option(command)
+    return command
+
+
+def _limits(rpm: int | None, tpm: int | None, concurrent: int | None, spend_per_day: int | None) -> Limits:
+    return Limits(
+        requests_per_minute=rpm, tokens_per_minute=tpm, concurrent=concurrent, spend_micros_per_day=spend_per_day
+    )
+
+
+unlimited_option = click.option("--unlimited", is_flag=True, help="Take all of its limits away.")
+
+
+def _new_limits(limits: Limits, *, unlimited: bool) -> Limits | None:
+    """What takes the place of the limits that are there; None: nothing does.  Raises UserError."""
+    if unlimited and limits.any:
+        raise UserError("--unlimited takes all limits away: give no others")
+    return limits if unlimited or limits.any else None
 
 
 @click.group()
@@ -102,12 +139,7 @@ def keys() -> None:
     help="Whose key it is.",
 )
 @click.option("--label", default="", callback=_like(Label, LABEL_RULE), metavar="TEXT", help="For people.")
-@click.option("--rpm", type=COUNT, metavar="COUNT", help="Requests a minute. Unset: no limit.")
-@click.option("--tpm", type=COUNT, metavar="TOKENS", help="Tokens a minute, of prompts and outputs. Unset: no limit.")
-@click.option("--concurrent", type=COUNT, metavar="COUNT", help="Requests at the same time. Unset: no limit.")
-@click.option(
-    "--spend-per-day", callback=_micros, metavar="AMOUNT", help="What a day may cost, by the prices of `serve`."
-)
+@limit_options
 @click.option(
     "--allow-model",
     multiple=True,
@@ -141,9 +173,7 @@ def create(
     **given: Value,
 ) -> None:
     """Make a key, and show it, this once."""
-    limits = Limits(
-        requests_per_minute=rpm, tokens_per_minute=tpm, concurrent=concurrent, spend_micros_per_day=spend_per_day
-    )
+    limits = _limits(rpm, tpm, concurrent, spend_per_day)
 
     async def do(keys: "Keys") -> Issued:
         return await keys.create(
@@ -174,13 +204,13 @@ def list_keys(as_json: bool, **given: Value) -> None:
     found: list[Key] = []
     if any_keys(options, os.environ):
         found = with_keys(options, os.environ, lambda keys: keys.list_keys())
+    now_s = int(time.time())
     if as_json:
-        click.echo(json.dumps([msgspec.to_builtins(key) | {"state": _state(key)} for key in found]))
+        click.echo(json.dumps(msgspec.to_builtins([key.shown(now_s) for key in found])))
         return
     for key in found:
-        click.echo(
-            f"{key.id}  {_state(key):8}  {key.tenant}  {_limits(key.limits)}  {key.priority}  {key.label}".rstrip()
-        )
+        state = key.shown(now_s).state
+        click.echo(f"{key.id}  {state:8}  {key.tenant}  {_shown(key.limits)}  {key.priority}  {key.label}".rstrip())
 
 
 @keys.command()
@@ -214,6 +244,98 @@ def rotate(key_id: str, grace: int, as_json: bool, **given: Value) -> None:
     _show_issued(issued, as_json=as_json)
 
 
+@keys.command()
+@click.argument("name", callback=_like(Name, NAME_RULE))
+@click.option(
+    "--organisation",
+    callback=_like(Name | None, NAME_RULE),
+    metavar="NAME",
+    help=f"Whose tenant it is. Unset: as it is, or {DEFAULT_ORGANISATION}.",
+)
+@click.option(
+    "--policy",
+    type=click.Choice(POLICIES),
+    help="While the server is away: its share of the limits, nothing, or everything. Unset: as it is, or local.",
+)
+@limit_options
+@unlimited_option
+@flags(*PLACES)
+def tenant(
+    name: str,
+    organisation: str | None,
+    policy: Policy | None,
+    rpm: int | None,
+    tpm: int | None,
+    concurrent: int | None,
+    spend_per_day: int | None,
+    unlimited: bool,
+    **given: Value,
+) -> None:
+    """Make the tenant NAME, or change it: limits that are given take the place of all that it has."""
+    limits = _new_limits(_limits(rpm, tpm, concurrent, spend_per_day), unlimited=unlimited)
+
+    async def do(keys: "Keys") -> Tenant:
+        return await keys.change_tenant(name, actor=_actor(), organisation=organisation, limits=limits, policy=policy)
+
+    options = options_of(given)
+    from launch.keystore import with_keys  # noqa: PLC0415 - lazily
+
+    click.echo(_tenant_line(with_keys(options, os.environ, do)))
+
+
+@keys.command()
+@click.argument("name", callback=_like(Name, NAME_RULE))
+@limit_options
+@unlimited_option
+@flags(*PLACES)
+def organisation(
+    name: str,
+    rpm: int | None,
+    tpm: int | None,
+    concurrent: int | None,
+    spend_per_day: int | None,
+    unlimited: bool,
+    **given: Value,
+) -> None:
+    """Make the organisation NAME, or change it: limits that are given take the place of all that it has."""
+    limits = _new_limits(_limits(rpm, tpm, concurrent, spend_per_day), unlimited=unlimited)
+
+    async def do(keys: "Keys") -> Organisation:
+        return await keys.change_organisation(name, actor=_actor(), limits=limits)
+
+    options = options_of(given)
+    from launch.keystore import with_keys  # noqa: PLC0415 - lazily
+
+    click.echo(_organisation_line(with_keys(options, os.environ, do)))
+
+
+@keys.command()
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+@flags(*PLACES)
+def tenants(as_json: bool, **given: Value) -> None:
+    """Show organisations and tenants, with their limits."""
+    options = options_of(given)
+    from launch.keystore import anything, with_keys  # noqa: PLC0415 - lazily
+
+    async def do(keys: "Keys") -> tuple[list[Organisation], list[Tenant]]:
+        return await keys.list_organisations(), await keys.list_tenants()
+
+    organisations, found = with_keys(options, os.environ, do) if anything(options, os.environ) else ([], [])
+    if as_json:
+        click.echo(msgspec.json.encode({"organisations": organisations, "tenants": found}).decode())
+        return
+    for line in (*map(_organisation_line, organisations), *map(_tenant_line, found)):
+        click.echo(line)
+
+
+def _organisation_line(one: Organisation) -> str:
+    return f"organisation {one.name}  {_shown(one.limits)}"
+
+
+def _tenant_line(one: Tenant) -> str:
+    return f"tenant {one.name} of {one.organisation}  {_shown(one.limits)}  {one.policy}"
+
+
 def _id(text: str) -> str:
     """The id of a key; of one that was pasted whole, too.  Raises UserError, without a word of it."""
     found = re.fullmatch(r"(?:pk-)?([0-9a-f]{16})(?:-[0-9a-f]{48})?", text)
@@ -237,13 +359,7 @@ def _show_issued(issued: Issued, *, as_json: bool) -> None:
         click.echo(f"{issued.key}\n\nIts id is {issued.key_id}.  The key itself is shown this once: keep it.")
 
 
-def _state(key: Key) -> str:
-    if key.revoked_s is not None:
-        return "revoked"
-    return "expired" if key.expires_s is not None and key.expires_s <= time.time() else "active"
-
-
-def _limits(limits: Limits) -> str:
+def _shown(limits: Limits) -> str:
     spend = None if limits.spend_micros_per_day is None else limits.spend_micros_per_day / MICROS
     amounts = {"rpm": limits.requests_per_minute, "tpm": limits.tokens_per_minute, "concurrent": limits.concurrent}
     words = [f"{name}={amount}" for name, amount in amounts.items() if amount is not None]

@@ -57,12 +57,14 @@ def with_keys(
         raise UserError(str(error)) from error
 
 
+def anything(options: ServeOptions, environ: Mapping[str, str]) -> bool:
+    """Whether a server was ever there to keep something.  Raises UserError."""
+    return bool(options.redis_url) or (data_dir(options.data_dir, dict(environ)) / DIRECTORY).exists()
+
+
 def any_keys(options: ServeOptions, environ: Mapping[str, str]) -> bool:
     """Whether at least one key was ever made.  Raises UserError."""
-    data = data_dir(options.data_dir, dict(environ))
-    if not options.redis_url and not (data / DIRECTORY).exists():
-        return False
-    return with_keys(options, environ, lambda keys: keys.count()) > 0
+    return anything(options, environ) and with_keys(options, environ, lambda keys: keys.count()) > 0
 
 
 async def _ask(

@@ -35,6 +35,7 @@ from launch.upstreams import TABLE, parse_upstreams
 PREFIX = "PELLUCID_"
 OTHER_VARIABLES = frozenset(
     {
+        "PELLUCID_ADMIN_KEY",  # in place of --admin-key-file
         "PELLUCID_CONFIG",
         "PELLUCID_ENGINE_SECRET",  # in place of --engine-secret-file
         "PELLUCID_KERNELS",  # the engine's, to force an instruction set
@@ -139,6 +140,27 @@ OPTIONS = (
         default="",
         metavar="FILE",
         help="The secret of the API keys. Unset: $PELLUCID_PEPPER, else a file in the data directory.",
+        parse=str,
+    ),
+    Option(
+        name="admin_port",
+        default="0",
+        metavar="PORT",
+        help="Where API keys, tenants and limits can be changed over HTTP; 0: nowhere.",
+        parse=whole(least=0, most=65535),
+    ),
+    Option(
+        name="admin_host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="The address of that port. It speaks plain HTTP: on a network put a proxy with TLS before it.",
+        parse=parse_text,
+    ),
+    Option(
+        name="admin_key_file",
+        default="",
+        metavar="FILE",
+        help="The key for that port. Unset: $PELLUCID_ADMIN_KEY, else a file in the data directory, made at the start.",
         parse=str,
     ),
     Option(
@@ -347,6 +369,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     data_dir: str
     redis_url: str
     pepper_file: str
+    admin_port: int
+    admin_host: str
+    admin_key_file: str
     price_prompt: int
     price_output: int
     dtype: str

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from cache.errors import Misconfigured
@@ -24,6 +24,7 @@ from engine.config import EngineOptions
 from gateway.config import REDIS_URL_VARIABLE, GatewayOptions
 from gateway.upstream_key import read_key
 from launch.address import bound, check_host, reachable
+from launch.admin import admin_banner, admin_file, admin_key, admin_listener
 from launch.errors import UserError
 from launch.fleet import all_engines, all_workers, engine_children, engine_socket, worker_children, worker_socket
 from launch.options import REPLICAS_MAX, WORKERS_MAX, ServeOptions
@@ -47,8 +48,11 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
     check_host(options.host, allowed=lambda: options.insecure_open or keys_exist(options, environ))
     secret = check_engines(options, environ)
     check_upstream_keys(options, environ)
-    with bound(options.host, options.port, "--port (make serve PORT=...)") as listener:
+    with ExitStack() as listeners:
+        listener = listeners.enter_context(bound(options.host, options.port, "--port (make serve PORT=...)"))
+        admin = listeners.enter_context(admin_listener(options, listener.getsockname()[1]))
         data = data_dir(options.data_dir, environ)
+        secrets = secret | admin_key(options, data, environ)
         has_engines = bool(options.replicas or options.engine)  # else upstreams serve all models
         model, draft = models_of(options, data) if has_engines else (None, None)
         kv_bytes = check_memory(options, model, draft, replicas=options.replicas) if model is not None else 0
@@ -58,14 +62,14 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
                 engines = all_engines(engine_options(options, model, data / PACKED, kv_bytes, draft), options, folder)
             redis_url, companions = key_server(options, data, folder)
             addresses = (*(engine.listen for engine in engines), *options.engine)
-            gateway = gateway_options(options, model, listener, addresses, pepper_file(options, data))
+            gateway = gateway_options(options, model, listener, addresses, pepper_file(options, data), admin)
             supervisor = Supervisor(
                 engines=engine_children(engines),
                 gateways=worker_children(all_workers(gateway, options, folder)),
                 companions=companions,
-                environ=child_environ(environ) | secret | {REDIS_URL_VARIABLE: redis_url},  # it may hold a password
+                environ=child_environ(environ) | secrets | {REDIS_URL_VARIABLE: redis_url},  # it may hold a password
                 say=say,
-                on_drained=listener.close,  # nobody takes what comes now
+                on_drained=listeners.close,  # nobody takes what comes now
             )
             memory = f", with {format_bytes(kv_bytes)} for keys and values" if engines else ""
             named = gateway.model_name or options.upstreams[0].model
@@ -81,6 +85,8 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
                 start_s = time.monotonic() - started_s
                 serving, cold = await first_look(host, gateway.port)
                 out(banner(named, host, gateway.port, start_s, cold, missing(serving, len(addresses))))
+                if admin is not None:
+                    out(admin_banner(options, admin_file(options, data, environ)))
 
             return asyncio.run(supervisor.run(listening, ready))
 
@@ -257,7 +263,12 @@ def engine_options(
 
 
 def gateway_options(
-    options: ServeOptions, model: Model | None, listener: socket.socket, engines: tuple[str, ...], pepper: Path
+    options: ServeOptions,
+    model: Model | None,
+    listener: socket.socket,
+    engines: tuple[str, ...],
+    pepper: Path,
+    admin: socket.socket | None = None,
 ) -> GatewayOptions:
     """What a gateway is told that is the only one."""
     return GatewayOptions(
@@ -273,6 +284,9 @@ def gateway_options(
         host=options.host,
         port=listener.getsockname()[1],
         listener=listener.fileno(),
+        admin_port=options.admin_port,
+        admin_host=options.admin_host,
+        admin_listener=admin.fileno() if admin is not None else -1,
         otlp_endpoint=options.otlp_endpoint,
         cors_origins=options.cors_origin,
         body_bytes_max=options.max_body,

@@ -38,6 +38,7 @@ ROUTES = (
     "/debug/requests/{id}",
     "/debug/steps",
     "/debug/kv",
+    "/admin",
     OTHER,
 )
 OBSERVING_ROUTES = (
@@ -49,6 +50,7 @@ OBSERVING_ROUTES = (
     "/debug/requests/{id}",
     "/debug/steps",
     "/debug/kv",
+    "/admin",
 )
 """Routes of those who look: counted, but not traced, logged or remembered among the requests."""
 GENERATING_ROUTES = ("/v1/chat/completions", "/v1/completions")

@@ -7,6 +7,7 @@ they are known to be harmless: those of the operating system, and of our own pac
 """
 
 import logging
+import re
 import sys
 import threading
 import traceback
@@ -20,7 +21,8 @@ CHAIN_MAX = 8
 OUR_WORDS = ("cache", "engine", "telemetry")
 """Packages whose exceptions hold neither texts nor keys."""
 
-_Info = tuple[type[BaseException], BaseException, TracebackType | None]
+_TRACEBACK = "Traceback (most recent call last)"
+_PLACE = re.compile(r'[ |]+File "[^"]*", line \d+, in [\w<>]+')
 
 
 def withhold(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -32,9 +34,18 @@ def withhold(logger: Any, method: str, event: MutableMapping[str, Any]) -> Mutab
     error = _error_of(event.pop("exc_info", None))
     if error is not None:
         event["exception"] = "\n".join(told(error))
-    if event.get("logger") == "asyncio":  # below its first line it has the repr of tasks, with their exceptions
-        event["event"] = str(event.get("event", "")).partition("\n")[0]
+    text = event.get("event")
+    if isinstance(text, str) and "\n" in text:
+        event["event"] = _first_line_and_places(text)
     return event
+
+
+def _first_line_and_places(text: str) -> str:
+    """Of a message that is a traceback, as litestar's and uvicorn's, or has the repr of a task, as asyncio's."""
+    first, _, rest = text.partition("\n")
+    if _TRACEBACK in text:  # its first line may be that of the exception which it began with
+        first, rest = f"{_TRACEBACK}:", text
+    return "\n".join([first, *(line for line in rest.split("\n") if _PLACE.fullmatch(line))])
 
 
 def told(error: BaseException, depth: int = 0) -> Iterator[str]:

@@ -42,7 +42,6 @@ import msgspec
 import uvloop
 
 from cache.accounts import Limits
-from cache.key_records import Tenant
 from engine.api import FrameReader, GenerateRequest, Hello, Sampling, StepFrame, decode_frame, encode
 from gateway.config import GatewayOptions
 from gateway.tokens import load
@@ -223,7 +222,7 @@ def everything(home: Path, tokens: int, gap_s: float) -> Iterator[Ways]:
         vocab_size = load(model).vocab_size
         server = stack.enter_context(servers.embedded(home / "v"))
         guard = Guard(server, home)
-        guard.put_tenant(Tenant(name="blue", organisation="blue", limits=LIMITS))
+        guard.change_tenant("blue", organisation="blue", limits=LIMITS)
         key = guard.create(tenant="blue", limits=LIMITS).key
         collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
         threading.Thread(target=collector.serve_forever, daemon=True).start()

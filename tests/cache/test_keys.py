@@ -9,8 +9,8 @@ import pytest
 from cache.accounts import Limits
 from cache.connection import Script, Store
 from cache.errors import Misconfigured, NotAllowed, Unavailable
-from cache.key_records import Identity, Issued, Organisation, Tenant, digest_of
-from cache.keys import Keys
+from cache.key_records import Identity, Issued, digest_of
+from cache.keys import FRESH_S, Keys
 from tests.cache.conftest import OpenStore
 from tests.cache.servers import Server
 
@@ -57,8 +57,8 @@ async def who(keys: Keys, issued: Issued) -> Identity:
 async def test_a_key_opens_the_door_on_every_server(every_url: str, open_store: OpenStore) -> None:
     keys = Keys(open_store(every_url), PEPPER)
     limits = Limits(requests_per_minute=5, concurrent=2)
-    await keys.put_organisation(Organisation(name="acme", limits=Limits(tokens_per_minute=10**15)), actor="t")
-    await keys.put_tenant(Tenant(name="ads", organisation="acme", policy="closed"), actor="t")
+    await keys.change_organisation("acme", actor="t", limits=Limits(tokens_per_minute=10**15))
+    await keys.change_tenant("ads", actor="t", organisation="acme", policy="closed")
     issued = await keys.create(
         tenant="ads", actor="t", label="CI", limits=limits, models=["m"], priority="high", weight=7
     )
@@ -231,6 +231,33 @@ async def test_no_secret_is_on_the_server(world: World, own_valkey: Server) -> N
     ]  # fmt: skip
 
 
+async def test_who_changes_a_tenant_keeps_what_others_have_changed(world: World) -> None:
+    one, other = world.process(), world.process()
+    limits = Limits(requests_per_minute=3)
+    await asyncio.gather(
+        one.change_tenant("ads", actor="one", organisation="acme", limits=limits),
+        other.change_tenant("ads", actor="other", policy="closed"),
+    )
+    (tenant,) = await one.list_tenants()
+    assert (tenant.organisation, tenant.limits, tenant.policy) == ("acme", limits, "closed")
+    assert {organisation.name for organisation in await one.list_organisations()} >= {"acme"}
+    made = await one.change_organisation("acme", actor="one", limits=limits)
+    assert await other.change_organisation("acme", actor="other") == made
+    assert [line.action for line in await one.audit()] == ["organisation", "organisation", "tenant", "tenant"]
+
+
+async def test_a_changed_limit_holds_for_a_key_within_the_time_that_is_promised(world: World) -> None:
+    one, other = world.process(), world.process()
+    issued = await one.create(tenant="ads", actor="t")
+    for keys in (one, other):
+        assert not (await who(keys, issued)).account.limited
+    await one.change_tenant("ads", actor="t", organisation="acme")
+    await one.change_organisation("acme", actor="t", limits=Limits(concurrent=1))
+    assert [level.name for level in (await who(one, issued)).account.limited] == ["organisation"]
+    world.now_s += int(FRESH_S) + 1
+    assert [level.name for level in (await who(other, issued)).account.limited] == ["organisation"]
+
+
 async def test_what_is_out_of_bounds_is_refused_and_written_nowhere(world: World) -> None:
     keys = world.process(records_max=1)
     for wrong in (
@@ -240,8 +267,8 @@ async def test_what_is_out_of_bounds_is_refused_and_written_nowhere(world: World
         keys.create(tenant="t", actor="a", limits=Limits(requests_per_minute=-1)),
         keys.create(tenant="t", actor="a", limits=Limits(tokens_per_minute=10**15 + 1)),
         keys.create(tenant="t", actor="a", models=["m"] * 101),
-        keys.put_tenant(Tenant(name="t", organisation="}"), actor="a"),
-        keys.put_organisation(Organisation(name="x" * 65), actor="a"),
+        keys.change_tenant("t", actor="a", organisation="}"),
+        keys.change_organisation("x" * 65, actor="a"),
         keys.rotate("x", actor="a", grace_s=-1),
     ):
         with pytest.raises(NotAllowed):
@@ -261,9 +288,9 @@ async def test_a_name_that_may_not_stand_in_a_key_of_the_server(world: World, wr
     keys = world.process()
     for doing in (
         keys.create(tenant=wrong, actor="a"),
-        keys.put_tenant(Tenant(name=wrong), actor="a"),
-        keys.put_tenant(Tenant(name="t", organisation=wrong), actor="a"),
-        keys.put_organisation(Organisation(name=wrong), actor="a"),
+        keys.change_tenant(wrong, actor="a"),
+        keys.change_tenant("t", actor="a", organisation=wrong),
+        keys.change_organisation(wrong, actor="a"),
     ):
         with pytest.raises(NotAllowed, match="letters, digits"):
             await doing

@@ -14,7 +14,7 @@ import openai
 
 from cache.accounts import Limits
 from cache.connection import Store
-from cache.key_records import AuditLine, Issued, Tenant
+from cache.key_records import AuditLine, Issued
 from cache.keys import Keys
 from cache.pepper import make_pepper
 from cache.redis_url import parse_redis_url
@@ -54,9 +54,13 @@ class Guard:
         """End a key."""
         self._ask(lambda keys: keys.revoke(key_id, actor="test"))
 
-    def put_tenant(self, tenant: Tenant) -> None:
-        """Change a tenant."""
-        self._ask(lambda keys: keys.put_tenant(tenant, actor="test"))
+    def change_tenant(self, name: str, **more: Any) -> None:
+        """Make it, or change it."""
+        self._ask(lambda keys: keys.change_tenant(name, actor="test", **more))
+
+    def change_organisation(self, name: str, limits: Limits) -> None:
+        """Make it, or change it."""
+        self._ask(lambda keys: keys.change_organisation(name, actor="test", limits=limits))
 
     def audit(self) -> list[AuditLine]:
         """What was changed."""

@@ -1,5 +1,5 @@
 """
-A canary key, prompt, header and password on every route, in success and in every kind of failure: nobody sings.
+Canaries as keys, prompts, headers and passwords on every route, in success and in every kind of failure: nobody sings.
 
 Real processes: the supervisor, a gateway that crashes on demand, Valkey with a password, a collector for spans.  Each
 request has a canary of its own, so that another one's answer can be told from its own.
@@ -22,6 +22,7 @@ import msgspec
 import pytest
 
 from cache.accounts import Limits
+from gateway import admin
 from gateway.routes import routes
 from tests.cache import servers
 from tests.contract.telemetry.otlp_sink import Collector, http_collector
@@ -34,6 +35,7 @@ from tests.http.test_error_table import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "canarypassword4711"
+ADMIN_KEY = "canaryadminkey4714"
 HEADER_CANARY = "canaryheader4712"
 PROMPT = re.compile(r"canary0[0-9]{4}0")
 BODY_BYTES_MAX = 20_000
@@ -71,7 +73,7 @@ class Scene:
         self.guard, self.engine, self.sink, self.listener = guard, engine, sink, listener
         self.answers: list[tuple[str, str]] = []
         """The canary of a request, and all of its answer."""
-        self.secrets = {PASSWORD, HEADER_CANARY, "sk-canary-of-nobody-4713"}
+        self.secrets = {PASSWORD, ADMIN_KEY, HEADER_CANARY, "sk-canary-of-nobody-4713"}
         self.statuses: set[tuple[int, str]] = set()
         self._numbers = itertools.count()
         limits = Limits(requests_per_minute=1)
@@ -85,6 +87,7 @@ class Scene:
         self.secrets |= {issued.key.rpartition("-")[2] for issued in keys.values()}
         self.secrets.add(guard.pepper_file.read_text().strip())
         environ = dict(os.environ) | {"PYTHONPATH": str(ROOT), "PELLUCID_REDIS_URL": self._url()}
+        environ["PELLUCID_ADMIN_KEY"] = ADMIN_KEY
         command = [sys.executable, str(Path(__file__).with_name("supervised_gateway.py"))]
         self.process = subprocess.Popen(
             [*command, msgspec.json.encode(options).decode()], env=environ, stderr=subprocess.PIPE, text=True
@@ -93,6 +96,7 @@ class Scene:
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{options.port}", timeout=20)
+        self.admin = httpx.Client(base_url=f"http://127.0.0.1:{options.admin_port}", timeout=20)
         until(lambda: any("engine connected" in line for line in self.said), "the gateway does not start")
 
     def _url(self) -> str:
@@ -119,7 +123,8 @@ class Scene:
         if isinstance(more.get("json"), dict):
             more["json"] = {name: _put(value, canary) for name, value in more["json"].items()}
         query = {"api_key": self.keys[key], "prompt": canary}
-        answer = self.client.request(method, path, headers=headers, params=query, **more)
+        client = self.admin if path.startswith("/admin/") else self.client
+        answer = client.request(method, path, headers=headers, params=query, **more)
         self.note(canary, answer)
         return answer
 
@@ -191,6 +196,7 @@ def scene(model_dir: Path, vocab_size: int, socket_path: str, tmp_path: Path) ->
             options_for(model_dir, socket_path),
             resume_deadline_s=0.0,
             port=servers.free_port(),
+            admin_port=servers.free_port(),
             pepper_file=str(guard.pepper_file),
             redis_named=True,
             otlp_endpoint=sink.url,
@@ -202,6 +208,7 @@ def scene(model_dir: Path, vocab_size: int, socket_path: str, tmp_path: Path) ->
         )
         here = Scene(guard, engine, sink, listener, options)
         stack.callback(here.client.close)
+        stack.callback(here.admin.close)
         yield here
         if here.process.poll() is None:
             here.process.terminate()
@@ -262,6 +269,18 @@ def ask_badly(scene: Scene, path: str) -> None:
         scene.ask("POST", path, headers={HEADER: crash}, json=body_for(path, "CANARY"))
 
 
+def ask_the_admin(scene: Scene) -> None:
+    """With the admin key, with others, and with bodies that are none; a crash is one too."""
+    for handler in admin.HANDLERS:
+        path = next(iter(handler.paths)).replace("{key_id:str}", "0" * 16).replace("{name:str}", "blue")
+        method = next(iter(handler.http_methods))
+        good = {"authorization": f"Bearer {ADMIN_KEY}"}
+        scene.ask(method, path, "wrong", json={"label": "CANARY"})
+        scene.ask(method, path, json={"CANARY": 1}, headers={"x-api-key": ADMIN_KEY, "authorization": "Basic x"})
+        scene.ask(method, path, json={"CANARY": "CANARY", "label": 5}, headers=good)
+        scene.ask(method, path, json={"CANARY": 1}, headers=good | {HEADER: "body"})
+
+
 def ask_slowly(scene: Scene) -> None:
     """A body that never comes."""
 
@@ -293,6 +312,7 @@ def test_nobody_sings(scene: Scene) -> None:
     for path in sorted(BODIES):
         ask_badly(scene, path)
     ask_slowly(scene)
+    ask_the_admin(scene)
     for path in ("/v1/chat/completions", "/v1/completions"):
         ask_the_engine(scene, path)
     scene.guard.server.freeze()
@@ -301,6 +321,7 @@ def test_nobody_sings(scene: Scene) -> None:
     audit = repr(scene.guard.audit())
     scene.guard.server.kill()
     ask_all(scene)
+    ask_the_admin(scene)
     scene.check(audit)
     missing = {pair for pair in ROWS if pair not in scene.statuses} - UNSEEN
     assert missing == set()

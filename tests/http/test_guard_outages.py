@@ -3,7 +3,6 @@
 import pytest
 
 from cache.accounts import Limits
-from cache.key_records import Tenant
 from cache.limits import WORKERS_KEY
 from tests.http.asking import COMPLETIONS_URL, Pair, prompt
 from tests.http.conftest import Custom
@@ -137,7 +136,7 @@ def test_one_gateway_of_two_grants_its_share(guard: Guard, custom: Custom) -> No
 
 
 def test_a_tenant_that_is_not_to_be_served_without_limits(guarded: Pair, guard: Guard) -> None:
-    guard.put_tenant(Tenant(name="blue", policy="closed"))
+    guard.change_tenant("blue", policy="closed")
     issued = guard.create(limits=ALL)
     assert ask(guarded, issued.key).status_code == 200
     guard.server.kill()

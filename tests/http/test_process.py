@@ -4,11 +4,13 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,9 @@ ROOT = Path(__file__).resolve().parents[2]
 class GatewayProcess:
     """`python -m gateway`."""
 
-    def __init__(self, model: Path, engine_path: str, **options: object) -> None:
+    def __init__(
+        self, model: Path, engine_path: str, *, environ: Mapping[str, str] | None = None, **options: object
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         raw = GatewayOptions(
@@ -39,7 +43,9 @@ class GatewayProcess:
         )
         text = msgspec.json.encode(msgspec.structs.replace(raw, **options)).decode()
         command = [sys.executable, "-m", "gateway", "--options", text]
-        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **(environ or {})}, stderr=subprocess.PIPE, text=True
+        )
         self.url = f"http://127.0.0.1:{self.port}"
 
     def wait_until_connected(self) -> list[str]:

@@ -3,6 +3,7 @@ Gateway workers as real processes on one port, which the test holds as the super
 """
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from gateway.config import ADMIN_KEY_VARIABLE
 from tests.contract.telemetry.test_metrics import Series, read
 from tests.http.asking import CHAT_URL, chat
 from tests.http.conftest import options_for
@@ -26,6 +28,13 @@ class Workers:
     """Processes that share a socket, which this one holds, as the supervisor does."""
 
     def __init__(self, model_dir: Path, engine: str, home: Path, count: int, **changes: object) -> None:
+        """`admin_key`, a text, among the changes: there is an admin interface too."""
+        key = str(changes.pop("admin_key", ""))
+        self._environ = {**os.environ, **({ADMIN_KEY_VARIABLE: key} if key else {})}
+        self.admin_listener = socket.create_server(("127.0.0.1", 0))
+        self.admin_port: int = self.admin_listener.getsockname()[1]
+        if key:
+            changes |= {"admin_port": self.admin_port, "admin_listener": self.admin_listener.fileno()}
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -43,7 +52,8 @@ class Workers:
         options = msgspec.json.encode(msgspec.structs.replace(self._options, worker=number)).decode()
         command = [sys.executable, "-m", "gateway", "--options", options]
         with self.logs[number].open("ab") as log:
-            return subprocess.Popen(command, cwd=ROOT, stderr=log, pass_fds=(self.listener.fileno(),))
+            descriptors = (self.listener.fileno(), self.admin_listener.fileno())
+            return subprocess.Popen(command, cwd=ROOT, env=self._environ, stderr=log, pass_fds=descriptors)
 
     def wait_until_connected(self, number: int, times: int = 1) -> None:
         """Until it says for the n-th time that its engine is there."""
@@ -67,6 +77,7 @@ class Workers:
             process.kill()
             process.wait(WAIT_S)
         self.listener.close()
+        self.admin_listener.close()
 
     # ---- asking one of them, whichever takes the connection
 

@@ -196,7 +196,7 @@ def test_help_loads_nothing_heavy_and_is_quick(tmp_path: Path) -> None:
 
 
 HELPS = [["serve"], ["engine"], ["model", "pull"], ["model", "list"]]
-HELPS += [["keys", command] for command in ("create", "list", "revoke", "rotate")]
+HELPS += [["keys", command] for command in ("create", "list", "revoke", "rotate", "tenant", "tenants", "organisation")]
 
 
 @pytest.mark.parametrize("arguments", HELPS, ids=" ".join)

@@ -36,6 +36,30 @@ def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
+def test_limits_of_tenants_and_organisations(data: Path, tmp_path: Path) -> None:
+    with servers.embedded(tmp_path / "v") as server:
+        of = {"PELLUCID_REDIS_URL": server.url}
+        said = run(data, "tenant", "search", "--organisation", "acme", "--rpm", "600", "--spend-per-day", "1.5", **of)
+        assert said == "tenant search of acme  rpm=600,spend-per-day=1.5  local\n"
+        assert run(data, "organisation", "acme", "--concurrent", "3", "--tpm", "9", **of) == (
+            "organisation acme  tpm=9,concurrent=3\n"
+        )
+        run(data, "tenant", "search", "--policy", "closed", **of)  # the rest stays
+        assert run(data, "organisation", "acme", **of) == "organisation acme  tpm=9,concurrent=3\n"
+        assert run(data, "tenants", **of).splitlines() == [
+            "organisation acme  tpm=9,concurrent=3",
+            "tenant search of acme  rpm=600,spend-per-day=1.5  closed",
+        ]
+        run(data, "tenant", "search", "--rpm", "5", **of)  # in place of all limits
+        shown = json.loads(run(data, "tenants", "--json", **of))
+        assert shown["tenants"] == [
+            {"name": "search", "organisation": "acme", "limits": {"requests_per_minute": 5}, "policy": "closed"}
+        ]
+        assert run(data, "tenant", "search", "--unlimited", **of) == "tenant search of acme  unlimited  closed\n"
+        assert run(data, "organisation", "acme", "--unlimited", **of) == "organisation acme  unlimited\n"
+    assert not data.exists()
+
+
 def test_a_life_of_a_key(data: Path) -> None:
     """Four commands, each with a Valkey for as long as it takes: what one writes, the next one finds."""
     flags = ("--tenant", "blue", "--rpm", "5", "--tpm", "900", "--concurrent", "2", "--spend-per-day", "1.5")
@@ -70,8 +94,9 @@ def test_a_life_of_a_key(data: Path) -> None:
     assert issued["key"].encode() not in kept and issued["key"].rpartition("-")[2].encode() not in kept
 
 
-def test_listing_nothing_starts_nothing(data: Path) -> None:
-    assert run(data, "list") == ""
+@pytest.mark.parametrize("command", ["list", "tenants"])
+def test_listing_nothing_starts_nothing(data: Path, command: str) -> None:
+    assert run(data, command) == ""
     assert not data.exists()
 
 
@@ -103,6 +128,23 @@ def test_what_no_key_may_have_is_said_before_anything_is_made(data: Path, wrong:
     done = pellucid(data.parent, "keys", "create", *wrong, "--data-dir", str(data))
     assert (done.returncode, done.stdout) == (2, "")
     assert wrong[0] in done.stderr and "Traceback" not in done.stderr
+    assert not data.exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("tenant", "a b"), "'NAME'"),
+        (("organisation", "acme\n"), "'NAME'"),
+        (("tenant", "a", "--organisation", "{}"), "'--organisation'"),
+        (("tenant", "a", "--rpm", "x"), "'--rpm'"),
+        (("tenant", "a", "--unlimited", "--rpm", "1"), "--unlimited takes all limits away"),
+    ],
+)
+def test_what_no_tenant_may_have_is_said_before_anything_is_made(data: Path, wrong: tuple[str, ...], said: str) -> None:
+    done = pellucid(data.parent, "keys", *wrong, "--data-dir", str(data))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr and "Traceback" not in done.stderr
     assert not data.exists()
 
 

@@ -48,11 +48,14 @@ LAUNCHER_ONLY = {
     "draft_model",
     "engine",
     "engine_secret_file",
+    "admin_key_file",
     "port",
 }  # used up before anything is started
 GIVEN = {
     "redis_url": "redis://h:1",
     "pepper_file": "/p",
+    "admin_port": "8002",
+    "admin_host": "::1",
     "price_prompt": "0.15",
     "price_output": "2",
     "model_name": "n",

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -124,11 +125,13 @@ def test_where_texts_are_handled_exceptions_are_told_without_their_words(shape: 
         log.exception("ours", error=error)
         logging.getLogger("litestar").error("theirs", exc_info=error)
         logging.getLogger("asyncio").error("a task failed\nfuture: <Task exception=%r>", error, exc_info=True)
+        logging.getLogger("uvicorn.error").error("%s", traceback.format_exc())
         logging.getLogger("other").error("by hand", exc_info=(type(error), error, error.__traceback__))
     assert logs.flush()
     text = out.getvalue()
     assert CANARY not in text
     assert text.count("raise make(shape)") >= 4, "the place is told"
+    assert text.count("test_logs.py") >= 5
     assert all(said in text for said in ("ours", "theirs", "a task failed", "by hand", "[withheld]"))
 
 
