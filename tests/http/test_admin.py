@@ -1,88 +1,31 @@
 """The admin interface of a real gateway process: what it changes, what it refuses, and what it never tells."""
 
-import contextlib
 import json
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 import pytest
 
-from cache.key_records import AuditLine
 from gateway.admin import BODY_BYTES_MAX, HANDLERS, admin_only
 from gateway.config import ADMIN_KEY_RULE, ADMIN_KEY_VARIABLE
 from tests.cache import servers
+from tests.http.admin import ADMIN_KEY, AUDIT, KEYS, ORGANISATIONS, TENANTS, Place, place_for
 from tests.http.asking import COMPLETIONS_URL, prompt
-from tests.http.fake_engine import FakeEngine
-from tests.http.guard import Guard, bearer, until
-from tests.http.model_files import EOS_ID
+from tests.http.guard import bearer, until
 from tests.http.test_process import GatewayProcess
 
-ADMIN_KEY = "admin-canary-0123456789abcdef"
-PRICES = {"price_prompt_micros": 10**6, "price_output_micros": 10**6}
-KEYS, TENANTS, ORGANISATIONS, AUDIT = (f"/admin/v1/{name}" for name in ("keys", "tenants", "organisations", "audit"))
 SECURITY = ("x-content-type-options", "content-security-policy", "referrer-policy", "x-request-id")
 
 
-class Place:
-    """A gateway process with both of its interfaces, and the server behind it."""
-
-    def __init__(self, process: GatewayProcess, admin_port: int, guard: Guard) -> None:
-        self.process, self.admin_port, self.guard = process, admin_port, guard
-        self.admin = httpx.Client(base_url=f"http://127.0.0.1:{admin_port}", headers=bearer(ADMIN_KEY), timeout=20)
-        self.data = httpx.Client(base_url=process.url, timeout=20)
-
-    def audit(self) -> list[AuditLine]:
-        """Newest first."""
-        return self.guard.audit()
-
-    def close(self) -> None:
-        self.admin.close()
-        self.data.close()
-
-
-Start = Callable[..., Place]
-
-
 @pytest.fixture(scope="module")
-def start(model_dir: Path, vocab_size: int) -> Iterator[Start]:
-    """`start(body_timeout_s=...)`: a gateway of its own, with a server of its own."""
-    with contextlib.ExitStack() as stack:
-
-        def starting(**options: object) -> Place:
-            home = Path(stack.enter_context(TemporaryDirectory(prefix="pellucid")))
-            guard = Guard(stack.enter_context(servers.embedded(home / "v")), home)
-            engine = FakeEngine(str(home / "e.sock"), vocab_size=vocab_size, eos_id=EOS_ID)
-            engine.start()
-            stack.callback(engine.stop)
-            port = servers.free_port()
-            ours = {"admin_port": port, "log_level": "debug", **PRICES}
-            environ = {ADMIN_KEY_VARIABLE: ADMIN_KEY}
-            process = GatewayProcess(model_dir, engine.path, environ=environ, **{**guard.options, **ours, **options})
-            stack.callback(end, process)
-            process.wait_until_connected()
-            place = Place(process, port, guard)
-            stack.callback(place.close)
-            return place
-
-        yield starting
-
-
-def end(process: GatewayProcess) -> None:
-    """Unless it has ended already."""
-    if process.process.poll() is None:
-        process.process.send_signal(signal.SIGTERM)
-        process.end()
-
-
-@pytest.fixture(scope="module")
-def place(start: Start) -> Place:
+def place(model_dir: Path, vocab_size: int) -> Iterator[Place]:
     """One for all tests that leave it as it is."""
-    return start(body_timeout_s=1.0)
+    with place_for(model_dir, vocab_size, body_timeout_s=1.0, log_level="error") as found:
+        yield found
 
 
 def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
@@ -127,14 +70,14 @@ def test_a_life_of_a_key(place: Place) -> None:
     revoked = place.admin.post(f"{KEYS}/{issued['key_id']}/revoke")
     assert (revoked.status_code, revoked.json()["state"]) == (200, "revoked")
     until(lambda: place.data.get("/v1/models", headers=bearer(rotated["key"])).status_code == 401, "it is still let in")
-    actions = [(line.action, line.actor) for line in place.audit() if line.target == issued["key_id"]]
+    actions = [(line.action, line.actor) for line in place.guard.audit() if line.target == issued["key_id"]]
     assert actions == [(action, "admin:127.0.0.1") for action in ("revoke", "rotate", "create")]
 
 
 def test_nobody_writes_another_name_into_the_audit(place: Place) -> None:
     forged = {"x-forwarded-for": "203.0.113.7", "forwarded": "for=203.0.113.7", "x-real-ip": "203.0.113.7"}
     key_id = place.admin.post(KEYS, json={}, headers=forged).json()["key_id"]
-    assert [line.actor for line in place.audit() if line.target == key_id] == ["admin:127.0.0.1"]
+    assert [line.actor for line in place.guard.audit() if line.target == key_id] == ["admin:127.0.0.1"]
 
 
 def test_tenants_and_organisations(place: Place) -> None:
@@ -154,7 +97,7 @@ def test_tenants_and_organisations(place: Place) -> None:
     one = place.admin.put(f"{ORGANISATIONS}/acme", json={"limits": limits}).json()
     assert one == {"name": "acme", "limits": {"concurrent": 0, "spend_micros_per_day": 10**6}}
     assert one in place.admin.get(ORGANISATIONS).json()["organisations"]
-    assert [line.action for line in place.audit() if line.target in ("acme", "ads")] == [
+    assert [line.action for line in place.guard.audit() if line.target in ("acme", "ads")] == [
         "organisation",
         "tenant",
         "tenant",
@@ -188,14 +131,14 @@ def test_a_limit_of_a_tenant_holds_for_its_keys(place: Place) -> None:
     ],
 )
 def test_without_the_key_nothing_is_told_or_changed(place: Place, headers: dict[str, str]) -> None:
-    before = len(place.audit())
+    before = len(place.guard.audit())
     with httpx.Client(base_url=place.admin.base_url, headers=headers) as nobody:
         for handler in (one for one in HANDLERS if admin_only in (one.guards or ())):
             path = next(iter(handler.paths)).replace("{key_id:str}", "0" * 16).replace("{name:str}", "ads")
             answer = nobody.request(next(iter(handler.http_methods)), path, json={})
             error_of(answer, 401, "invalid_api_key")
             assert answer.headers["www-authenticate"] == "Bearer"
-    assert len(place.audit()) == before
+    assert len(place.guard.audit()) == before
 
 
 def test_either_header_has_the_key_and_an_api_key_is_none(place: Place) -> None:
@@ -242,11 +185,11 @@ def test_either_header_has_the_key_and_an_api_key_is_none(place: Place) -> None:
 def test_what_is_not_acceptable_changes_nothing(
     place: Place, method: str, path: str, body: object, param: str | None
 ) -> None:
-    before = len(place.audit())
+    before = len(place.guard.audit())
     answer = place.admin.request(method, path, json=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
-    assert len(place.audit()) == before
+    assert len(place.guard.audit()) == before
 
 
 @pytest.mark.parametrize(
@@ -301,8 +244,12 @@ def test_browsers_are_told_nothing(place: Place) -> None:
 # ---- when something is missing
 
 
-def test_while_the_server_is_away_and_after_it(start: Start) -> None:
-    place = start()
+def test_while_the_server_is_away_and_after_it(model_dir: Path, vocab_size: int) -> None:
+    with place_for(model_dir, vocab_size, log_level="debug") as place:
+        _lose_the_server_and_the_pepper(place)
+
+
+def _lose_the_server_and_the_pepper(place: Place) -> None:
     key = place.admin.post(KEYS, json={}).json()["key"]
     place.guard.server.kill()
     for method, path in (("GET", KEYS), ("POST", KEYS), ("PUT", f"{TENANTS}/ads"), ("GET", AUDIT)):

@@ -120,7 +120,7 @@ def check(case: AnyCase, answer: Response, mode: str, also: frozenset[int]) -> N
     if mode != "bad" and answer.status_code == 400:
         assert THE_MODEL_SAYS.search(answer.json()["error"]["message"]), answer.text
     elif mode != "bad":
-        assert answer.status_code == 200 or (answer.status_code == 404 and case.path_parameters), answer.text
+        assert answer.status_code in (200, 201) or (answer.status_code == 404 and case.path_parameters), answer.text
     case.validate_response(answer, checks=[*CONFORMANCE, negative_data_rejection])
 
 
