@@ -58,7 +58,7 @@ test-sanitized: $(VENV)/everything.stamp
 CASES ?= 5000
 SEED ?= 1
 fuzz: $(VENV)/everything.stamp
-	PELLUCID_FUZZ_CASES=$(CASES) PELLUCID_FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -s tests/http/test_fuzz.py $(ARGS)
+	PELLUCID_FUZZ_CASES=$(CASES) PELLUCID_FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -s tests/http/test_fuzz.py tests/http/test_admin_openapi.py $(ARGS)
 
 # auto-gptq runs with old versions of other packages only, so nothing is shared with the rest.
 AUTO_GPTQ := .venv-auto-gptq

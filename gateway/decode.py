@@ -174,7 +174,7 @@ def _explain(error: msgspec.ValidationError, kind: type, root: str = "") -> ApiE
     named = _NAMED.match(what)
     if named is None:
         path = path.removesuffix("[...]")  # the value of a mapping; its key is not in the message
-        rule = RULES_OF_NAMES.get(path.rpartition(".")[2])
+        rule = RULES_OF_NAMES.get(path.rpartition(".")[2].partition("[")[0])
         if rule is not None and "matching regex" in what:
             what = f"expected {rule}"
         return errors.invalid(f"Invalid value for '{path}': {_lower(what)}.", path or None)

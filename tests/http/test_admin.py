@@ -24,7 +24,7 @@ SECURITY = ("x-content-type-options", "content-security-policy", "referrer-polic
 @pytest.fixture(scope="module")
 def place(model_dir: Path, vocab_size: int) -> Iterator[Place]:
     """One for all tests that leave it as it is."""
-    with place_for(model_dir, vocab_size, body_timeout_s=1.0, log_level="error") as found:
+    with place_for(model_dir, vocab_size, body_timeout_s=1.0, log_level="info") as found:
         yield found
 
 
