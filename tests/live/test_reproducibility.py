@@ -24,7 +24,7 @@ SEED = 5
 REQUESTS = 24
 OUTPUT_TOKENS = 16
 BLOCK_SLOTS = 16
-LAYERS = 4  # of the model, where it is quantized: each runs the same kernels on the same shapes
+LAYERS = 4  # of the model, but in the default configuration: each runs the same kernels on the same shapes
 
 
 @pytest.fixture(
@@ -33,7 +33,9 @@ LAYERS = 4  # of the model, where it is quantized: each runs the same kernels on
 def device(request: pytest.FixtureRequest, default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     options = EngineOptions(model=str(default_model), model_name="m", listen="", kv_memory_bytes=1 << 29)
     if request.param == "original numbers":
-        options = msgspec.structs.replace(options, quantization="none")
+        directory = tmp_path_factory.mktemp("original")
+        write_rounded_file(default_model, directory, None, LAYERS)
+        options = msgspec.structs.replace(options, model=str(directory), quantization="none")
     elif request.param != "default":
         weights, _, kv_dtype, *_ = request.param.split()
         directory = tmp_path_factory.mktemp(weights)
