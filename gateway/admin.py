@@ -149,7 +149,7 @@ async def admin_only(connection: AnyConnection, _: BaseRouteHandler) -> None:
     exchange = exchange_of(connection.scope)
     if not provide_admin(connection.app.state).knows(presented_key(exchange.headers)):
         _log.warning("admin key refused", client=connection.client.host if connection.client is not None else "")
-        raise await exchange.refused(errors.unauthorized())
+        raise await exchange.refused(errors.unauthorized("The admin key"))
 
 
 AdminIs = NamedDependency[Admin]
@@ -314,7 +314,11 @@ def on_not_allowed(request: AnyRequest, error: NotAllowed) -> Response[bytes]:
 def on_unavailable(request: AnyRequest, error: Unavailable) -> Response[bytes]:
     """The server is away.  What was asked for may have been done: a key that nobody has seen opens nothing."""
     _log.warning("the server for API keys does not answer", reason=str(error))
-    return on_api_error(request, errors.keys_unavailable())
+    if request.method == "GET" or not error.maybe_ran:
+        return on_api_error(request, errors.keys_unavailable())
+    return on_api_error(
+        request, errors.keys_unavailable("Nobody knows whether this was done: look before you repeat it.")
+    )
 
 
 def on_misconfigured(request: AnyRequest, error: Misconfigured) -> Response[bytes]:

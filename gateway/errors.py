@@ -177,9 +177,9 @@ def model_not_found(model: str) -> ApiError:
     )
 
 
-def unauthorized() -> ApiError:
+def unauthorized(what: str = "A valid API key") -> ApiError:
     """No key, or none that is good: one text for all reasons."""
-    message = "A valid API key is needed: 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+    message = f"{what} is needed: 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
     return ApiError(401, "invalid_api_key", message, headers={"www-authenticate": "Bearer"}, outcome="unauthorized")
 
 

@@ -115,9 +115,10 @@ class Generation:
         """Those that are not complete."""
 
     async def launch(self, placed: Placement) -> dict[str, str]:
-        """Send, and wait until all are accepted.  Returns headers that say what that took.  Raises ApiError."""
+        """Send, and wait until all are accepted.  Returns headers that say what came before that.  Raises ApiError."""
         exchange = self._exchange
         sent_ns = clock.now_ns()
+        timing = exchange.book.timing(sent_ns, sent_ns, ("parse", "tokenize"))
         exchange.book.dispatched(sent_ns)
         for one in self._running:
             one.call.promised_tokens = placed.promised_tokens or 0
@@ -128,7 +129,7 @@ class Generation:
         self._raise_failures()
         accepted_ns = max(one.call.accepted_ns for one in self._running)
         exchange.book.guess("prefill", accepted_ns)
-        return exchange.book.timing(sent_ns, accepted_ns, ("parse", "tokenize", "dispatch"))
+        return timing
 
     def _raise_failures(self) -> None:
         """Nothing is sent yet, so what has already failed can still be a plain HTTP status."""

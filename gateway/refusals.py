@@ -40,7 +40,7 @@ def _limit(refusal: Refusal) -> str:
         case "concurrent":
             return f"{limits.concurrent} requests at the same time"
         case "spend":
-            return f"{(limits.spend_micros_per_day or 0) / MICROS:g} per day"
+            return f"{f'{(limits.spend_micros_per_day or 0) / MICROS:.6f}'.rstrip('0').rstrip('.')} per day"
 
 
 def _after(wait_ms: int) -> dict[str, str]:

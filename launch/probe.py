@@ -8,6 +8,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 
 from launch.supervise import Say
@@ -58,8 +59,12 @@ async def until_ready(host: str, port: int, say: Say) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def first_look(host: str, port: int) -> tuple[int, str]:
-    """How many engines serve, and how long one took to its first token, in words; nothing if it does not say."""
+async def first_look(host: str, port: int) -> tuple[int, str, bool]:
+    """
+    How many engines serve, how long one took to its first token, and whether a key is needed.
+
+    The second in words; nothing if it does not say.
+    """
     _, answer = await ask(host, port, "/health")
     serving = 1  # or it would not be ready
     try:
@@ -69,7 +74,8 @@ async def first_look(host: str, port: int) -> tuple[int, str]:
         cold = f"{details['first_token_s']} s from the engine's cold start to its first token, on {details['kernels']}"
     except (ValueError, LookupError, TypeError):
         cold = ""
-    return serving, cold
+    status, _ = await ask(host, port, "/v1/models")
+    return serving, cold, status == HTTPStatus.UNAUTHORIZED
 
 
 async def ask(host: str, port: int, path: str) -> tuple[int, str]:

@@ -83,8 +83,9 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
                 host = reachable(options.host)
                 await until_ready(host, gateway.port, say)
                 start_s = time.monotonic() - started_s
-                serving, cold = await first_look(host, gateway.port)
-                out(banner(named, host, gateway.port, start_s, cold, missing(serving, len(addresses))))
+                serving, cold, keys = await first_look(host, gateway.port)
+                few = missing(serving, len(addresses))
+                out(banner(named, host, gateway.port, start_s, cold, few, keys=keys))
                 if admin is not None:
                     out(admin_banner(options, admin_file(options, data, environ)))
 
@@ -304,15 +305,19 @@ def missing(serving: int, replicas: int) -> str:
     return f"  So far by {serving} of {replicas} engine replicas." if left > 0 else ""
 
 
-def banner(model_name: str, host: str, port: int, start_s: float, cold: str = "", missing: str = "") -> str:
-    """What the person sees when it is ready: two lines that work, and where to look."""
+def banner(
+    model_name: str, host: str, port: int, start_s: float, cold: str = "", missing: str = "", *, keys: bool = False
+) -> str:
+    """What the person sees when it is ready: two lines that work (of `keys`, with one put in), and where to look."""
     base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    key, how = ("KEY", "Try it, with an API key for KEY") if keys else ("none", "Try it")
+    headers = "-H 'authorization: Bearer KEY' " * keys + "-H 'content-type: application/json'"
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     body = {"model": model_name, "messages": messages, "temperature": 0, "max_tokens": 40}
-    curl = f"curl {base}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
-    call = ", ".join(f"{key}={json.dumps(value)}" for key, value in body.items())  # also Python: nothing is null here
+    curl = f"curl {base}/v1/chat/completions {headers} -d {shlex.quote(json.dumps(body))}"
+    call = ", ".join(f"{name}={json.dumps(value)}" for name, value in body.items())  # also Python: nothing is null here
     program = (
-        f'from openai import OpenAI; client = OpenAI(base_url="{base}/v1", api_key="none"); '
+        f'from openai import OpenAI; client = OpenAI(base_url="{base}/v1", api_key="{key}"); '
         f"print(client.chat.completions.create({call}).choices[0].message.content)"
     )
     here = importlib.util.find_spec("openai") is not None
@@ -320,7 +325,7 @@ def banner(model_name: str, host: str, port: int, start_s: float, cold: str = ""
     hint = "" if here else "   # needs: pip install openai"
     started = f"{start_s:.1f} s after the start" + (f" ({cold})" if cold else "")
     return (
-        f"\n{model_name} is served at {base}/v1, {started}.{missing}  Try it:\n\n"
+        f"\n{model_name} is served at {base}/v1, {started}.{missing}  {how}:\n\n"
         f"{curl}\n\n"
         f"{python} -c {shlex.quote(program)}{hint}\n\n"
         f"Where the time of each request went: {base}/debug/requests\n"

@@ -251,6 +251,11 @@ def test_while_the_server_is_away_and_after_it(model_dir: Path, vocab_size: int)
 
 def _lose_the_server_and_the_pepper(place: Place) -> None:
     key = place.admin.post(KEYS, json={}).json()["key"]
+    place.guard.server.freeze()
+    message = error_of(place.admin.post(KEYS, json={}), 503, "keys_unavailable")["message"]
+    assert "whether this was done" in message
+    place.guard.server.thaw()
+    until(lambda: place.admin.get(KEYS).status_code == 200, "it does not thaw")
     place.guard.server.kill()
     for method, path in (("GET", KEYS), ("POST", KEYS), ("PUT", f"{TENANTS}/ads"), ("GET", AUDIT)):
         answer = place.admin.request(method, path, json={})

@@ -253,8 +253,10 @@ def test_a_socket_path_that_is_too_long_moves(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_the_banner_quotes_what_a_shell_would_eat() -> None:
-    text = banner("it's a model", "::1", 8000, 1.25)
+@pytest.mark.parametrize("keys", [False, True])
+def test_the_banner_quotes_what_a_shell_would_eat(keys: bool) -> None:
+    text = banner("it's a model", "::1", 8000, 1.25, keys=keys)
+    assert text.count("KEY") == 3 * keys and text.count("none") == (not keys)
     assert "http://[::1]:8000/v1/chat/completions" in text and "1.2 s after the start" in text
     curl = next(line for line in text.splitlines() if line.startswith("curl"))
     shell = subprocess.run(

@@ -304,7 +304,12 @@ HEALTH = {"engines": [{"details": {"first_token_s": "1.25", "kernels": "native a
 )
 async def test_the_cold_start_is_told_if_the_engine_tells_it(body: str, serving: int, words: str) -> None:
     async with answering(http("200 OK", body)) as port:
-        assert await probe.first_look("127.0.0.1", port) == (serving, words)
+        assert await probe.first_look("127.0.0.1", port) == (serving, words, False)
+
+
+async def test_that_a_key_is_needed_is_seen() -> None:
+    async with answering(http("401 Unauthorized")) as port:
+        assert await probe.first_look("127.0.0.1", port) == (1, "", True)
 
 
 @pytest.mark.parametrize(("log_format", "line"), [("console", "pellucid: hello"), ("json", '"event": "hello"')])
