@@ -3,12 +3,14 @@ Live servers for the tests of the gateway.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
 
+from cache.connection import Store
 from gateway.config import GatewayOptions, UpstreamOptions
 from gateway.tokens import load
 from gateway.upstream_breaker import Breaker
@@ -179,6 +181,12 @@ def guard() -> Iterator[Guard]:
     """A server for keys and limits."""
     with TemporaryDirectory(prefix="pellucid") as home, servers.embedded(Path(home) / "v") as server:
         yield Guard(server, Path(home))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server for keys and limits may take its time, as on a busy machine; what a slow one means is another test."""
+    monkeypatch.setattr("gateway.admission.Store", partial(Store, connect_timeout_ms=5000, command_timeout_ms=5000))
 
 
 @pytest.fixture

@@ -25,6 +25,8 @@ from tests.http.fake_engine import Job, greet_and_stop
 from tests.http.guard import Guard, ask, bearer, sdk, until
 from tests.http.test_lifecycle import silent, talk
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 REQUESTS, TOKENS = 6, 600  # so few that what time gives back while a test runs is less than one
 ALL = Limits(requests_per_minute=REQUESTS, tokens_per_minute=TOKENS, concurrent=5)
 OPEN = ("/health", "/ready", "/metrics", "/openapi.json")

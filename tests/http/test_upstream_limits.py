@@ -22,6 +22,8 @@ from tests.http.test_guard import (
 from tests.http.test_upstream import CHAT_URL, chat
 from tests.http.test_upstream_trouble import answers
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 class TestLimits:
     def pair(self, guard: Guard, upstream: ScriptedUpstream, relaying: Relaying) -> LiveGateway:
