@@ -5,10 +5,11 @@ It is in the variable PELLUCID_PEPPER, else in a file of mode 0600, which is mad
 is no pepper, no key was ever made, and the gateway can tell that while its server is away.
 """
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from cache.errors import Misconfigured
+from cache.errors import Misconfigured, NotAllowed
 from cache.key_records import PEPPER_BYTES_MIN
 from cache.private_file import make_private, read_private
 
@@ -41,6 +42,23 @@ def make_pepper(file: Path, environ: Mapping[str, str]) -> bytes:
     if found is None:
         raise Misconfigured(f"{file}: the pepper of the API keys went away")
     return found
+
+
+async def pepper_for_digest(file: Path, environ: Mapping[str, str], count: Callable[[], Awaitable[int]]) -> bytes:
+    """
+    The pepper that is there, or a new one, which is made with the first key and with no other.
+
+    `count` says how many keys were ever made.  Raises NotAllowed, Misconfigured, and what `count` raises.
+    """
+    pepper = await asyncio.to_thread(read_pepper, file, environ)
+    if pepper is not None:
+        return pepper
+    if await count():
+        raise NotAllowed(
+            f"there are API keys already, and the pepper that they were made with is not here: copy it to {file} from "
+            f"where they were made, or set {VARIABLE}"
+        )
+    return await asyncio.to_thread(make_pepper, file, environ)
 
 
 def _checked(pepper: bytes, place: str) -> bytes:

@@ -8,7 +8,6 @@ as `/admin`; they are no part of the interface for applications, so browsers are
 Each worker serves it, on a socket that all of them inherit: none of them is needed for it.
 """
 
-import asyncio
 import hashlib
 import hmac
 import os
@@ -30,7 +29,7 @@ from cache.connection import Store
 from cache.errors import Misconfigured, NotAllowed, Unavailable
 from cache.key_records import NAME_RULE, Issued, Key, Name, Organisation, ShownKey, Tenant
 from cache.keys import Keys
-from cache.pepper import UNSET, VARIABLE, make_pepper, read_pepper
+from cache.pepper import UNSET, pepper_for_digest
 from cache.redis_url import parse_redis_url
 from gateway import errors
 from gateway.admin_wire import (
@@ -93,20 +92,8 @@ class Admin:
         return hmac.compare_digest(digest, self._key_digest)
 
     async def keys_with_pepper(self) -> Keys:
-        """
-        For what makes a digest.  Raises NotAllowed, Unavailable, Misconfigured.
-
-        The pepper is made with the first key, and with no other.
-        """
-        pepper = await asyncio.to_thread(read_pepper, self._pepper_file, os.environ)
-        if pepper is None:
-            if await self.keys.count():
-                raise NotAllowed(
-                    f"there are API keys already, and the pepper that they were made with is not here: copy it to "
-                    f"{self._pepper_file} from where they were made, or set {VARIABLE}"
-                )
-            pepper = await asyncio.to_thread(make_pepper, self._pepper_file, os.environ)
-        return Keys(self._store, pepper)
+        """For what makes a digest.  Raises NotAllowed, Unavailable, Misconfigured."""
+        return Keys(self._store, await pepper_for_digest(self._pepper_file, os.environ, self.keys.count))
 
     async def read(self, exchange: Exchange, kind: type[T]) -> T:
         """A body of this kind.  Raises ApiError."""

@@ -18,7 +18,7 @@ from gateway.poison import Poison
 from gateway.replica import Replica
 from gateway.replica import Watcher as StepWatcher
 from gateway.rescue import Rescue
-from gateway.routing import Observer, Placement, Router
+from gateway.routing import Matched, Observer, Placement, Router
 from telemetry import clock
 
 PROBE_S = 1.0
@@ -92,16 +92,20 @@ class Backend:
 
         `key` is what requests have in common that had better meet; empty: nothing is known of that.
         """
-        looking = asyncio.create_task(self._router.look_up(self._healthy(), messages), name="prefix look-up")
+        connected = self._healthy()
+        looking: asyncio.Task[Matched | None] | None = None
+        if self._router.wants(connected):
+            looking = asyncio.create_task(self._router.look_up(connected, messages), name="prefix look-up")
 
         async def chosen() -> Placement:
-            matched = await looking
+            matched = await looking if looking is not None else None
             return self._router.place(self._healthy(), messages, matched, key)
 
         try:
             yield chosen
         finally:
-            looking.cancel()
+            if looking is not None:
+                looking.cancel()
 
     def _healthy(self, fingerprint: str = "") -> list[tuple[Replica, Hello]]:
         now_ns = clock.now_ns()

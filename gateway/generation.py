@@ -196,14 +196,12 @@ class Generation:
             if interruption is not None:
                 raise interruption
             try:
-                if writer is not None:
-                    await self._push(writer)
-                await self._exchange.flight.wait()
+                await (self._exchange.flight.wait() if writer is None else self._push(writer))
             except ApiError as error:
                 interruption = error
 
     async def _push(self, writer: Writer) -> None:
-        """Write tokens as they come, until there is something else to do."""
+        """Write tokens as they come, until there is something else to do.  Raises ApiError as `Flight.wait` does."""
         exchange = self._exchange
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -220,7 +218,8 @@ class Generation:
 
         with exchange.flight.told(write):
             await over
-        exchange.flight.wake()  # for whoever is awake now
+        if exchange.flight.error is not None:
+            raise exchange.flight.error
 
     def _read(self) -> tuple[News, ApiError | None]:
         """What became certain of those that are not complete, up to the first that has failed, and why that has."""

@@ -59,7 +59,7 @@ class Router:
 
     async def look_up(self, connected: Connected, messages: Sequence[GenerateRequest]) -> Matched | None:
         """What of their longest prompt is where.  None: it does not matter, or nobody could be asked."""
-        if self._index is None or not self._wants(connected):
+        if self._index is None or not self.wants(connected):
             return None
         longest = _longest(messages)
         hellos = [hello for _, hello in connected]
@@ -70,7 +70,8 @@ class Router:
             return None
         return {epoch: tokens for part in found for epoch, tokens in part.items()}
 
-    def _wants(self, connected: Connected) -> bool:
+    def wants(self, connected: Connected) -> bool:
+        """Whether the choice depends on what they have in their caches."""
         return self._policy == "prefix" and len(connected) > 1
 
     def place(
@@ -88,7 +89,7 @@ class Router:
         longest = _longest(messages)
         now_ns = clock.now_ns()
         candidates = [candidate(one, hello, (matched or {}).get(hello.epoch, 0), now_ns) for one, hello in connected]
-        unknown = matched is None and self._wants(connected)
+        unknown = matched is None and self.wants(connected)
         ask = Ask(
             prompt_tokens=len(longest.prompt),
             key=f"{longest.tenant}\0{key}".encode("utf-8", "surrogatepass") if key else b"",

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import click
@@ -41,10 +41,20 @@ if TYPE_CHECKING:
 PLACES = ("data_dir", "redis_url", "pepper_file")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
+_Result = TypeVar("_Result")
 _Given = TypeVar("_Given", str, str | None, tuple[str, ...])
 _Command = TypeVar("_Command", bound=Callable[..., None])
-Command = TypeVar("Command", bound=Callable[..., None])
 Value = str | bool | tuple[str, ...] | None
+
+
+def _with_keys(
+    given: dict[str, Value], do: "Callable[[Keys], Awaitable[_Result]]", *, create: bool = False
+) -> _Result:
+    """What `do` answers, where the options that are `given` say.  Raises UserError."""
+    options = options_of(given)
+    from launch.keystore import with_keys  # noqa: PLC0415 - lazily
+
+    return with_keys(options, os.environ, do, create=create)
 
 
 def _life(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
@@ -187,10 +197,7 @@ def create(
             expires_s=None if expires_in is None else int(time.time()) + expires_in,
         )
 
-    options = options_of(given)
-    from launch.keystore import with_keys  # noqa: PLC0415 - lazily
-
-    _show_issued(with_keys(options, os.environ, do, create=True), as_json=as_json)
+    _show_issued(_with_keys(given, do, create=True), as_json=as_json)
 
 
 @keys.command("list")
@@ -218,10 +225,7 @@ def list_keys(as_json: bool, **given: Value) -> None:
 @flags(*PLACES)
 def revoke(key_id: str, **given: Value) -> None:
     """End the key KEY_ID; gateways follow within seconds."""
-    options = options_of(given)
-    from launch.keystore import with_keys  # noqa: PLC0415 - lazily
-
-    with_keys(options, os.environ, lambda keys: keys.revoke(_id(key_id), actor=_actor()))
+    _with_keys(given, lambda keys: keys.revoke(_id(key_id), actor=_actor()))
     click.echo(f"{_id(key_id)} is revoked.")
 
 
@@ -232,12 +236,8 @@ def revoke(key_id: str, **given: Value) -> None:
 @flags(*PLACES)
 def rotate(key_id: str, grace: int, as_json: bool, **given: Value) -> None:
     """Make a new secret for the key KEY_ID, and show it, this once; its limits stay."""
-    options = options_of(given)
-    from launch.keystore import with_keys  # noqa: PLC0415 - lazily
-
-    issued = with_keys(
-        options,
-        os.environ,
+    issued = _with_keys(
+        given,
         lambda keys: keys.rotate(_id(key_id), actor=_actor(), grace_s=grace),
         create=True,
     )
@@ -277,10 +277,7 @@ def tenant(
     async def do(keys: "Keys") -> Tenant:
         return await keys.change_tenant(name, actor=_actor(), organisation=organisation, limits=limits, policy=policy)
 
-    options = options_of(given)
-    from launch.keystore import with_keys  # noqa: PLC0415 - lazily
-
-    click.echo(_tenant_line(with_keys(options, os.environ, do)))
+    click.echo(_tenant_line(_with_keys(given, do)))
 
 
 @keys.command()
@@ -303,10 +300,7 @@ def organisation(
     async def do(keys: "Keys") -> Organisation:
         return await keys.change_organisation(name, actor=_actor(), limits=limits)
 
-    options = options_of(given)
-    from launch.keystore import with_keys  # noqa: PLC0415 - lazily
-
-    click.echo(_organisation_line(with_keys(options, os.environ, do)))
+    click.echo(_organisation_line(_with_keys(given, do)))
 
 
 @keys.command()

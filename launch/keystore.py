@@ -13,7 +13,7 @@ from cache import embedded
 from cache.connection import Store
 from cache.errors import CacheError, Unavailable
 from cache.keys import Keys
-from cache.pepper import UNSET, VARIABLE, make_pepper, read_pepper
+from cache.pepper import UNSET, pepper_for_digest, read_pepper
 from cache.redis_url import parse_redis_url
 from launch.errors import UserError
 from launch.leash import leashed
@@ -72,15 +72,10 @@ async def _ask(
 ) -> _Result:
     store = Store(parse_redis_url(url), connect_timeout_ms=COMMAND_TIMEOUT_MS, command_timeout_ms=COMMAND_TIMEOUT_MS)
     try:
-        pepper = read_pepper(file, environ)
-        if create and pepper is None:
-            if await Keys(store, UNSET).count():
-                raise UserError(
-                    f"there are API keys on this server already, and the pepper that they were made with is not here: "
-                    f"copy it to {file} from where they were made, or set {VARIABLE}"
-                )
-            pepper = make_pepper(file, environ)
-        return await do(Keys(store, pepper or UNSET))
+        keys = Keys(store, read_pepper(file, environ) or UNSET)
+        if create:
+            keys = Keys(store, await pepper_for_digest(file, environ, keys.count))
+        return await do(keys)
     finally:
         await store.aclose()
 

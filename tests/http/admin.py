@@ -39,14 +39,22 @@ class Place:
 
 
 @contextlib.contextmanager
-def place_for(model_dir: Path, vocab_size: int, **options: object) -> Iterator[Place]:
-    """Started, and stopped at the end.  What it logs waits in a pipe: a test that asks often leaves little there."""
+def surroundings(vocab_size: int) -> Iterator[tuple[Path, Guard, FakeEngine]]:
+    """A folder, a server for keys with its pepper, and an engine."""
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(TemporaryDirectory(prefix="pellucid")))
         guard = Guard(stack.enter_context(servers.embedded(home / "v")), home)
         engine = FakeEngine(str(home / "e.sock"), vocab_size=vocab_size, eos_id=EOS_ID)
         engine.start()
         stack.callback(engine.stop)
+        yield home, guard, engine
+
+
+@contextlib.contextmanager
+def place_for(model_dir: Path, vocab_size: int, **options: object) -> Iterator[Place]:
+    """Started, and stopped at the end.  What it logs waits in a pipe: a test that asks often leaves little there."""
+    with contextlib.ExitStack() as stack:
+        _, guard, engine = stack.enter_context(surroundings(vocab_size))
         port = servers.free_port()
         told = {**guard.options, **PRICES, "admin_port": port, **options}
         process = GatewayProcess(model_dir, engine.path, environ={ADMIN_KEY_VARIABLE: ADMIN_KEY}, **told)

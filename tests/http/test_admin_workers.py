@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -21,12 +20,11 @@ from launch.admin import FILE
 from tests.cache import servers
 from tests.conftest import ROOT
 from tests.contract.telemetry.test_metrics import read, total
-from tests.http.admin import ADMIN_KEY, AUDIT, KEYS, ORGANISATIONS, PRICES, TENANTS, end
+from tests.http.admin import ADMIN_KEY, AUDIT, KEYS, ORGANISATIONS, PRICES, TENANTS, end, surroundings
 from tests.http.asking import COMPLETIONS_URL, prompt
 from tests.http.fake_engine import FakeEngine, Job, greet_and_stop
 from tests.http.guard import Guard, bearer, until
 from tests.http.harness import WAIT_S
-from tests.http.model_files import EOS_ID
 from tests.http.scripted_upstream import ScriptedUpstream
 from tests.http.test_process import GatewayProcess
 from tests.http.workers import Workers
@@ -88,11 +86,7 @@ class Place:
 @pytest.fixture(scope="module")
 def place(model_dir: Path, vocab_size: int) -> Iterator[Place]:
     with contextlib.ExitStack() as stack:
-        home = Path(stack.enter_context(TemporaryDirectory(prefix="pellucid")))
-        guard = Guard(stack.enter_context(servers.embedded(home / "v")), home)
-        engine = FakeEngine(str(home / "e.sock"), vocab_size=vocab_size, eos_id=EOS_ID)
-        engine.start()
-        stack.callback(engine.stop)
+        home, guard, engine = stack.enter_context(surroundings(vocab_size))
         options: dict[str, Any] = {**guard.options, **PRICES}
         workers = Workers(model_dir, engine.path, home, 2, admin_key=ADMIN_KEY, **options)
         stack.callback(workers.stop)
