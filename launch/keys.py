@@ -47,9 +47,7 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 Value = str | bool | tuple[str, ...] | None
 
 
-def _with_keys(
-    given: dict[str, Value], do: "Callable[[Keys], Awaitable[_Result]]", *, create: bool = False
-) -> _Result:
+def _with_keys(given: dict[str, Value], do: "Callable[[Keys], Awaitable[_Result]]", *, create: bool = False) -> _Result:
     """What `do` answers, where the options that are `given` say.  Raises UserError."""
     options = options_of(given)
     from launch.keystore import with_keys  # noqa: PLC0415 - lazily
