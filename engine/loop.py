@@ -100,8 +100,8 @@ class Loop:
         away = {
             "batch": result.batch_ns,
             "sample": result.sample_ns,
-            "interconnect_wait": result.interconnect_wait_ns,
-            "interconnect_transfer": result.interconnect_transfer_ns,
+            "interconnect_wait": result.interconnect.wait_ns,
+            "interconnect_transfer": result.interconnect.transfer_ns,
         }
         for part, spent_ns in away.items():
             self._parts[part] += spent_ns
@@ -159,8 +159,7 @@ class Loop:
             draft_accepted_tokens=outcome.draft_accepted_tokens,
             draft_rejected_tokens=outcome.drafted_tokens - outcome.draft_accepted_tokens,
             draft_rejected_ns=int(outcome.draft_rejected_share * max(0, self._parts["compute"])),
-            interconnect_bytes=result.interconnect_bytes,
-            straggler=result.straggler,
+            interconnect=result.interconnect,
             kv=outcome.kv,
             finished=outcome.finished,
         )

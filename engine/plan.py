@@ -8,6 +8,7 @@ needs nothing else: positions, block tables, uniforms and token histories all tr
 import msgspec
 
 from engine.api import Sampling, TokenLogprobs
+from telemetry.records import InterconnectBook
 
 
 class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,10 +70,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     slices: tuple[SliceResult, ...]
     batch_ns: int = 0
     sample_ns: int = 0
-    interconnect_wait_ns: int = 0
-    interconnect_transfer_ns: int = 0
-    interconnect_bytes: int = 0
-    straggler: int = -1
+    interconnect: InterconnectBook = InterconnectBook()
     compute_parts: dict[str, int] = {}  # of telemetry.records.COMPUTE_PARTS
 
 

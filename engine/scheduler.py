@@ -107,6 +107,7 @@ class Scheduler:
         for piece, answer in zip(plan.slices, result.slices, strict=True):
             sequence = self._in_flight[piece.sequence]
             if sequence.status is not Status.FINISHED:  # Or it was aborted while the step was in flight.
+                sequence.meet(result.interconnect)
                 self._settle(sequence, piece, answer, tally, now_ns)
         wasted = self._learn(plan, tally, now_ns) if self._speculation is not None else 0.0
         self._in_flight = {}

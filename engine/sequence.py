@@ -15,7 +15,7 @@ from engine import prefix
 from engine.api import Finish, GenerateRequest, Usage
 from engine.plan import SampleSpec, Slice
 from telemetry.ledger import Ledger
-from telemetry.records import RequestRecord
+from telemetry.records import InterconnectBook, RequestRecord
 
 _MASK = (1 << 64) - 1
 
@@ -50,6 +50,8 @@ class Sequence:
         self.steps = 0
         self.drafted = 0
         self.drafts_accepted = 0
+        self.interconnect_wait_ns = 0
+        self.interconnect_transfer_ns = 0
         self.repeats = _repeats(self.outputs)
         self.degenerate = ""  # of telemetry.records.DEGENERATE_KINDS, once that is what ends it
         self._first_token_ns = 0
@@ -173,6 +175,11 @@ class Sequence:
         self._block_ns += len(self.blocks) * (now_ns - self._charged_ns)
         self._charged_ns = now_ns
 
+    def meet(self, interconnect: InterconnectBook) -> None:
+        """A step that it was in waited so long for other ranks, and for the wire."""
+        self.interconnect_wait_ns += interconnect.wait_ns
+        self.interconnect_transfer_ns += interconnect.transfer_ns
+
     def usage(self) -> Usage:
         """Tokens so far."""
         return Usage(self.prompt_length, self.cached_tokens, self.output_length)
@@ -197,6 +204,8 @@ class Sequence:
             preemptions=self.preemptions,
             steps=self.steps,
             kv_block_ns=self._block_ns,
+            interconnect_wait_ns=self.interconnect_wait_ns,
+            interconnect_transfer_ns=self.interconnect_transfer_ns,
             first_token_ns=self._first_token_ns,
             gap_max_ns=self._gap_max_ns,
             degenerate=self.degenerate,

@@ -247,6 +247,16 @@ class DebugRequests(msgspec.Struct, frozen=True):
     requests: list[DebugRequest]
 
 
+class ExchangeBook(msgspec.Struct, frozen=True):
+    """All exchanges of one kind in a step, as rank 0 met them."""
+
+    calls: int
+    wait_ns: int
+    transfer_ns: int
+    bytes: int
+    bytes_per_s: float
+
+
 class Interconnect(msgspec.Struct, frozen=True):
     """What the ranks of an engine waited for each other."""
 
@@ -255,6 +265,9 @@ class Interconnect(msgspec.Struct, frozen=True):
     transfer_ns: int
     bytes: int
     straggler: int
+    exchanges: dict[str, ExchangeBook]
+    rank_wait_ns: list[int]
+    clock_error_ns: int
 
 
 class DebugStep(msgspec.Struct, frozen=True):

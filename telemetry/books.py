@@ -26,9 +26,13 @@ def request_mismatches(record: RequestRecord) -> Iterator[Mismatch]:
 
 
 def step_mismatches(record: StepRecord) -> Iterator[Mismatch]:
-    """The step book, the KV book and the draft line of the token book of one step."""
+    """The step book, the interconnect book, the KV book and the draft line of the token book of one step."""
     if lost_ns := record.imbalance():
         yield "step", lost_ns
+    exchanged = record.parts.get("interconnect_wait", 0) - record.interconnect.wait_ns
+    exchanged = exchanged or record.parts.get("interconnect_transfer", 0) - record.interconnect.transfer_ns
+    if lost := exchanged or record.interconnect.imbalance():
+        yield "interconnect", lost
     if lost_slots := record.kv.imbalance():
         yield "kv", lost_slots
     if lost_drafts := record.drafted_tokens - record.draft_accepted_tokens - record.draft_rejected_tokens:

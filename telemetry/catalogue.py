@@ -11,7 +11,7 @@ at the scrape, so sums are exact.  Dashboards and alerts are rendered from this 
 from collections.abc import Callable
 from typing import Literal
 
-from telemetry.records import RequestRecord, StepRecord
+from telemetry.records import Exchange, RequestRecord, StepRecord
 from telemetry.vocabulary import (
     GENERATING_ROUTES,
     KV_PLACES,
@@ -288,6 +288,21 @@ def _step_counter(name: str, help: str, amount: Callable[[StepRecord], int]) -> 
     return Metric(name=name, kind="counter", help=help, labels=("replica",), join="most", of_step=_of_replica(amount))
 
 
+def _exchange_counter(name: str, help: str, amount: Callable[[Exchange], int], *, unit: str = "") -> Metric:
+    return Metric(
+        name=name,
+        kind="counter",
+        help=help,
+        unit=unit,
+        labels=("replica", "exchange"),
+        join="most",
+        divisor=NS_PER_S if unit == "seconds" else 1,
+        of_step=lambda step: [
+            ((str(step.replica), name), amount(one)) for name, one in step.interconnect.exchanges.items()
+        ],
+    )
+
+
 def _step_work(step: StepRecord) -> Points:
     counts = {
         "prefill": step.prefill_tokens,
@@ -388,14 +403,50 @@ STEP_METRICS = (
     _step_counter(
         "pellucid_engine_evictions_total", "Cached KV blocks given up for new tokens.", lambda step: step.evictions
     ),
-    Metric(
-        name="pellucid_engine_interconnect_bytes_total",
-        kind="counter",
-        help="Bytes that ranks exchanged; zero where there is one rank.",
+    _exchange_counter(
+        "pellucid_engine_interconnect_calls_total",
+        "Exchanges between ranks; zero where there is one.",
+        lambda one: one.calls,
+    ),
+    _exchange_counter(
+        "pellucid_engine_interconnect_bytes_total",
+        "Bytes that rank 0 received from the other ranks.",
+        lambda one: one.bytes,
         unit="bytes",
-        labels=("replica",),
+    ),
+    _exchange_counter(
+        "pellucid_engine_interconnect_wait_seconds_total",
+        "How long rank 0 waited for ranks that came later.",
+        lambda one: one.wait_ns,
+        unit="seconds",
+    ),
+    _exchange_counter(
+        "pellucid_engine_interconnect_transfer_seconds_total",
+        "How long exchanges took once all ranks had come.",
+        lambda one: one.transfer_ns,
+        unit="seconds",
+    ),
+    Metric(
+        name="pellucid_engine_rank_wait_seconds_total",
+        kind="counter",
+        help="How long each rank waited for ranks that came later.",
+        unit="seconds",
+        labels=("replica", "rank"),
         join="most",
-        of_step=_of_replica(lambda step: step.interconnect_bytes),
+        divisor=NS_PER_S,
+        of_step=lambda step: [
+            ((str(step.replica), str(rank)), wait_ns) for rank, wait_ns in enumerate(step.interconnect.rank_wait_ns)
+        ],
+    ),
+    Metric(
+        name="pellucid_engine_straggler_steps_total",
+        kind="counter",
+        help="Steps in which the other ranks waited for this one more than it did for them.",
+        labels=("replica", "rank"),
+        join="most",
+        of_step=lambda step: (
+            [((str(step.replica), str(step.interconnect.straggler)), 1)] if step.interconnect.straggler >= 0 else []
+        ),
     ),
 )
 

@@ -99,6 +99,52 @@ class KvBook(msgspec.Struct, frozen=True):
         return self.tail / used if used else 0.0
 
 
+EXCHANGES = (
+    "attention",  # the sum over ranks behind each layer's attention
+    "mlp",  # the sum over ranks behind each layer's MLP
+    "head",  # what each rank found in its part of the vocabulary
+    "stage",  # rows that go on to the ranks of the next layers
+)
+"""What the ranks of one engine exchange in a step."""
+
+
+class Exchange(msgspec.Struct, frozen=True):
+    """All exchanges of one kind in one step, as rank 0 met them."""
+
+    calls: int = 0
+    wait_ns: int = 0  # until the last rank had come: somebody else was late
+    transfer_ns: int = 0  # from then on: the wire, and the sum
+    bytes: int = 0  # that rank 0 received
+
+
+class InterconnectBook(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    What the ranks of one engine waited for each other in one step.
+
+    With entries a_r and exits e_r of an exchange on one clock, rank r waits `max(a) - a_r` and transfers
+    `e_r - max(a)`.  The straggler is the rank that waited least: the others waited for it.
+    """
+
+    kind: str = "none"  # of the way between them; none: there is one rank
+    wait_ns: int = 0  # of rank 0: a part of the step
+    transfer_ns: int = 0  # of rank 0: a part of the step
+    bytes: int = 0
+    straggler: int = -1  # the rank that the others waited for; -1: nobody
+    exchanges: dict[str, Exchange] = {}  # of EXCHANGES
+    rank_wait_ns: tuple[int, ...] = ()  # of each rank, over all exchanges of the step
+    clock_error_ns: int = 0  # how wrong the stamps of ranks on other hosts may be
+
+    def imbalance(self) -> int:
+        """Nanoseconds or bytes that the exchanges do not account for."""
+        known = self.exchanges.values()
+        lost = (
+            self.wait_ns - sum(one.wait_ns for one in known),
+            self.transfer_ns - sum(one.transfer_ns for one in known),
+            self.bytes - sum(one.bytes for one in known),
+        )
+        return next((amount for amount in lost if amount), 0)
+
+
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
     One request's ledger at its end, whatever the end.
@@ -125,6 +171,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     resumes: int = 0  # how often another engine took it up, for all choices
     steps: int = 0
     kv_block_ns: int = 0  # blocks held x time held
+    interconnect_wait_ns: int = 0  # of the steps that it was in: for ranks that were late
+    interconnect_transfer_ns: int = 0
     first_token_ns: int = 0  # from accepted_ns to the first output token; 0: there was none
     gap_max_ns: int = 0  # longest time between two output tokens
     degenerate: str = ""  # of DEGENERATE_KINDS: why it failed
@@ -173,9 +221,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     draft_accepted_tokens: int = 0
     draft_rejected_tokens: int = 0
     draft_rejected_ns: int = 0  # of `compute`: what, by the engine's model of its costs, the rejected rows have added
-    interconnect: str = "none"
-    interconnect_bytes: int = 0
-    straggler: int = -1  # rank that the others waited for; -1: nobody
+    interconnect: InterconnectBook = InterconnectBook()
     kv: KvBook = KvBook()
     finished: tuple[RequestRecord, ...] = ()
 

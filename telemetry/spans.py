@@ -177,6 +177,8 @@ def _engine_attributes(record: RequestRecord) -> dict[str, Attribute]:
         names.DRAFT_ACCEPTED_TOKENS: record.draft_accepted_tokens,
         names.DRAFT_REJECTED_TOKENS: record.draft_rejected_tokens,
         names.KV_BLOCK_SECONDS: record.kv_block_ns / NS_PER_S,
+        names.INTERCONNECT_WAIT_NS: record.interconnect_wait_ns,
+        names.INTERCONNECT_TRANSFER_NS: record.interconnect_transfer_ns,
     }
 
 

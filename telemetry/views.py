@@ -7,6 +7,7 @@ import msgspec
 from telemetry.live import LiveRequest
 from telemetry.recent import Replica
 from telemetry.records import KvBook, RequestRecord, StepRecord
+from telemetry.vocabulary import NS_PER_S
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 JsonObject = dict[str, Json]
@@ -19,7 +20,8 @@ def request_json(request: RequestRecord | LiveRequest, now_ns: int) -> JsonObjec
 
 _ENGINES_OWN = (
     "computed_tokens", "recomputed_tokens", "drafted_tokens", "draft_accepted_tokens", "draft_rejected_tokens",
-    "preemptions", "resumes", "steps", "kv_block_ns", "degenerate", "replica", "routing", "promised_tokens",
+    "preemptions", "resumes", "steps", "kv_block_ns", "interconnect_wait_ns", "interconnect_transfer_ns", "degenerate",
+    "replica", "routing", "promised_tokens",
 )  # fmt: skip
 """What an upstream does not tell: left out, since 0 would be an invention."""
 
@@ -61,17 +63,17 @@ def _live_json(live: LiveRequest, now_ns: int) -> JsonObject:
 def step_json(step: StepRecord) -> JsonObject:
     """One step, its finished requests left out."""
     fields: JsonObject = msgspec.structs.asdict(step)
-    for name in ("finished", "interconnect_bytes", "straggler"):
-        del fields[name]
+    del fields["finished"]
     fields["kv"] = msgspec.structs.asdict(step.kv)
     fields["imbalance_ns"] = step.imbalance()
-    fields["interconnect"] = {
-        "kind": step.interconnect,
-        "wait_ns": step.parts.get("interconnect_wait", 0),
-        "transfer_ns": step.parts.get("interconnect_transfer", 0),
-        "bytes": step.interconnect_bytes,
-        "straggler": step.straggler,
+    interconnect: JsonObject = msgspec.structs.asdict(step.interconnect)
+    interconnect["exchanges"] = {
+        name: msgspec.structs.asdict(one)
+        | {"bytes_per_s": one.bytes * NS_PER_S / one.transfer_ns if one.transfer_ns else 0.0}
+        for name, one in step.interconnect.exchanges.items()
     }
+    interconnect["rank_wait_ns"] = list(step.interconnect.rank_wait_ns)
+    fields["interconnect"] = interconnect
     return fields
 
 

@@ -12,6 +12,7 @@ from telemetry.records import (
     COMPUTE_PARTS,
     DEGENERATE_KINDS,
     ENGINE_STATES,
+    EXCHANGES,
     GATEWAY_STATES,
     STEP_PARTS,
     RequestRecord,
@@ -95,7 +96,9 @@ ROUTINGS = ("only", "turn", "least", "cached", "relief", "key", "first_block", "
 """Why a request went to its replica: gateway.balance."""
 PROMISES = ("kept", "broken", "unpromised")
 """Cached prompt tokens that the prefix index had foretold, those that it had and were not there, and the others."""
-BOOKS = ("kv", "latency", "token", "step", "limit")
+BOOKS = ("kv", "latency", "token", "step", "interconnect", "limit")
+RANKS_MAX = 64
+"""Of one engine."""
 LEVELS = ("organisation", "tenant", "key")
 """Whose limits hold for a request, widest first."""
 LIMITS = ("requests", "tokens", "concurrent", "spend")
@@ -118,6 +121,8 @@ LABELS: dict[str, tuple[str, ...]] = {
     "promise": PROMISES,
     "result": UPSTREAM_RESULTS,
     "usage": ("prompt", "cached", "output"),
+    "exchange": (*EXCHANGES, OTHER),
+    "rank": (*(str(rank) for rank in range(RANKS_MAX)), OTHER),
     "generation": ("0", "1", "2"),
     "level": LEVELS,
     "limit": LIMITS,

@@ -5,7 +5,17 @@ Random records whose books close, as the real ones do.
 import msgspec
 from hypothesis import strategies as st
 
-from telemetry.records import COMPUTE_PARTS, STEP_PARTS, KvBook, RequestRecord, StepRecord
+from telemetry.records import (
+    COMPUTE_PARTS,
+    EXCHANGES,
+    STEP_PARTS,
+    Exchange,
+    InterconnectBook,
+    KvBook,
+    RequestRecord,
+    StepRecord,
+)
+from telemetry.views import JsonObject
 from telemetry.vocabulary import FINISHED_OUTCOMES, OUTCOMES, ROUTES, ROUTINGS, STATES
 
 MODEL = "tiny"
@@ -45,6 +55,8 @@ def request_records(draw: st.DrawFn) -> RequestRecord:
         preemptions=draw(st.integers(0, 3)),
         steps=draw(counts),
         kv_block_ns=draw(spans_ns),
+        interconnect_wait_ns=draw(spans_ns),
+        interconnect_transfer_ns=draw(spans_ns),
         first_token_ns=draw(st.integers(0, finished_ns - accepted_ns)),
         gap_max_ns=draw(spans_ns),
         model=MODEL,
@@ -66,12 +78,33 @@ def _of_upstream(record: RequestRecord, *, estimated: bool) -> RequestRecord:
     """The same, but an upstream answered, which tells less."""
     unknown = (
         *("computed_tokens", "recomputed_tokens", "drafted_tokens", "draft_accepted_tokens", "draft_rejected_tokens"),
-        *("preemptions", "resumes", "steps", "kv_block_ns"),
+        *("preemptions", "resumes", "steps", "kv_block_ns", "interconnect_wait_ns", "interconnect_transfer_ns"),
     )
     cached = 0 if estimated else record.cached_tokens
     placed = {"replica": -1, "routing": "", "promised_tokens": None}
     known = {"upstream": UPSTREAM, "usage_estimated": estimated, "cached_tokens": cached, **placed}
     return msgspec.structs.replace(record, **dict.fromkeys(unknown, 0), **known)
+
+
+@st.composite
+def interconnect_books(draw: st.DrawFn) -> InterconnectBook:
+    """Of one rank or of several; it closes."""
+    ranks = draw(st.integers(1, 4))
+    if ranks == 1:
+        return InterconnectBook()
+    exchanges = draw(
+        st.dictionaries(st.sampled_from(EXCHANGES), st.builds(Exchange, counts, spans_ns, spans_ns, counts), min_size=1)
+    )
+    return InterconnectBook(
+        kind="shared-memory",
+        wait_ns=sum(one.wait_ns for one in exchanges.values()),
+        transfer_ns=sum(one.transfer_ns for one in exchanges.values()),
+        bytes=sum(one.bytes for one in exchanges.values()),
+        straggler=draw(st.integers(-1, ranks - 1)),
+        exchanges=exchanges,
+        rank_wait_ns=tuple(draw(st.lists(spans_ns, min_size=ranks, max_size=ranks))),
+        clock_error_ns=draw(counts),
+    )
 
 
 @st.composite
@@ -84,7 +117,9 @@ def kv_books(draw: st.DrawFn) -> KvBook:
 @st.composite
 def step_records(draw: st.DrawFn) -> StepRecord:
     """One step of one of three replicas."""
+    interconnect = draw(interconnect_books())
     parts = {part: draw(spans_ns) for part in STEP_PARTS}
+    parts |= {"interconnect_wait": interconnect.wait_ns, "interconnect_transfer": interconnect.transfer_ns}
     prefill, recompute, decode, abandoned, accepted, rejected = (draw(counts) for _ in range(6))
     return StepRecord(
         step_id=draw(st.integers(0, 2**40)),
@@ -108,6 +143,29 @@ def step_records(draw: st.DrawFn) -> StepRecord:
         draft_accepted_tokens=accepted,
         draft_rejected_tokens=rejected,
         draft_rejected_ns=draw(spans_ns),
-        interconnect_bytes=draw(counts),
+        interconnect=interconnect,
         kv=draw(kv_books()),
     )
+
+
+def interconnect_json(step: StepRecord) -> JsonObject:
+    """As the debug routes show it."""
+    return {
+        "kind": step.interconnect.kind,
+        "wait_ns": step.parts["interconnect_wait"],
+        "transfer_ns": step.parts["interconnect_transfer"],
+        "bytes": step.interconnect.bytes,
+        "straggler": step.interconnect.straggler,
+        "rank_wait_ns": list(step.interconnect.rank_wait_ns),
+        "clock_error_ns": step.interconnect.clock_error_ns,
+        "exchanges": {
+            name: {
+                "calls": one.calls,
+                "wait_ns": one.wait_ns,
+                "transfer_ns": one.transfer_ns,
+                "bytes": one.bytes,
+                "bytes_per_s": one.bytes * 1e9 / one.transfer_ns if one.transfer_ns else 0.0,
+            }
+            for name, one in step.interconnect.exchanges.items()
+        },
+    }

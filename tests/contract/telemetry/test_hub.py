@@ -18,7 +18,7 @@ from telemetry.recent import REPLICAS_MAX
 from telemetry.records import KvBook, RequestRecord, StepRecord
 from telemetry.views import Json, JsonObject
 from telemetry.vocabulary import OBSERVING_ROUTES
-from tests.contract.telemetry.records_strategy import MODEL, request_records, step_records
+from tests.contract.telemetry.records_strategy import MODEL, interconnect_json, request_records, step_records
 from tests.contract.telemetry.test_metrics import read, total
 
 CHAT = "/v1/chat/completions"
@@ -141,13 +141,7 @@ def test_the_debug_answers_keep_their_shape(records: list[RequestRecord], steps:
     assert [row["step_id"] for row in shown_steps] == [step.step_id for step in reversed(steps)]
     for row, step in zip(shown_steps, reversed(steps), strict=True):
         assert {"step_id", "replica", "step_ns", "parts", "tokens", "sequences", "interconnect"} <= row.keys()
-        assert row["interconnect"] == {
-            "kind": "none",
-            "wait_ns": step.parts["interconnect_wait"],
-            "transfer_ns": step.parts["interconnect_transfer"],
-            "bytes": step.interconnect_bytes,
-            "straggler": -1,
-        }
+        assert row["interconnect"] == interconnect_json(step)
     kv = listening.debug_kv()
     latest = {step.replica: step.kv for step in steps}
     slots = _object(kv["slots"])

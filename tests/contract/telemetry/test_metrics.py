@@ -142,10 +142,22 @@ def test_the_sums_over_steps_equal_the_metrics(steps: list[StepRecord]) -> None:
             "pellucid_engine_draft_tokens_total": "drafted_tokens",
             "pellucid_engine_preemptions_total": "preemptions",
             "pellucid_engine_evictions_total": "evictions",
-            "pellucid_engine_interconnect_bytes_total": "interconnect_bytes",
             "pellucid_engine_sequences_per_step_sum": "sequences",
         }.items():
             assert total(series, name, replica=replica) == sum(getattr(step, field) for step in own), name
+        interconnect = [step.interconnect for step in own]
+        waited, moved = (
+            "pellucid_engine_interconnect_wait_seconds_total",
+            "pellucid_engine_interconnect_transfer_seconds_total",
+        )
+        assert close(total(series, waited, replica=replica), sum(one.wait_ns for one in interconnect))
+        assert close(total(series, moved, replica=replica), sum(one.transfer_ns for one in interconnect))
+        received = total(series, "pellucid_engine_interconnect_bytes_total", replica=replica)
+        assert received == sum(one.bytes for one in interconnect)
+        ranks_wait_ns = sum(sum(one.rank_wait_ns) for one in interconnect)
+        assert close(total(series, "pellucid_engine_rank_wait_seconds_total", replica=replica), ranks_wait_ns)
+        stragglers = sum(one.straggler >= 0 for one in interconnect)
+        assert total(series, "pellucid_engine_straggler_steps_total", replica=replica) == stragglers
 
 
 @settings(max_examples=100, deadline=None)

@@ -156,6 +156,7 @@ def test_of_an_upstream_the_span_says_what_is_known() -> None:
     own = request_spans(a_record(), a_live(), offset_ns=OFFSET_NS)[1].attributes.keys()
     assert own - chat.attributes.keys() == {
         *("pellucid.preemptions", "pellucid.steps", "pellucid.kv.block_seconds"),
+        *("pellucid.interconnect.wait_ns", "pellucid.interconnect.transfer_ns"),
         *("pellucid.tokens.computed", "pellucid.tokens.recomputed", "pellucid.tokens.drafted"),
         *("pellucid.tokens.draft_accepted", "pellucid.tokens.draft_rejected"),
     }
