@@ -37,9 +37,12 @@ endif
 serve: $(VENV)/serve.stamp
 	@$(BIN)/pellucid serve $(ARGS)
 
+# Half of the tests wait for processes that start, so two processes take little more than half the time.  All tests of a file
+# run in one of them, because they share what is slow to start; PROCESSES=0 runs all in this one, as a debugger needs it.
+PROCESSES ?= 2
 test: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull
-	$(BIN)/python -m pytest --ignore=tests/chaos --ignore=tests/live/test_soak.py $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --ignore=tests/chaos --ignore=tests/live/test_soak.py $(ARGS)
 
 chaos: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull

@@ -91,8 +91,8 @@ def serve(*options: str) -> Iterator[Appliance]:
     try:
         assert process.poll() is None and said, "it did not start:\n" + "".join(log)
         appliance = Appliance(process, said, log)
-        yield appliance
-        appliance.http.close()
+        with appliance.http:
+            yield appliance
     finally:
         process.terminate()
         try:

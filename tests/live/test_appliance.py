@@ -112,7 +112,12 @@ def test_the_ledger_of_every_request_sums_exactly(appliance: Appliance) -> None:
     assert answer.status_code == 200
     request_id = answer.json()["id"]
     assert answer.headers["x-request-id"] == request_id
-    row = msgspec.json.decode(appliance.http.get(f"/debug/requests/{request_id}").content, type=Ledger)
+
+    def ledger() -> Ledger:
+        return msgspec.json.decode(appliance.http.get(f"/debug/requests/{request_id}").content, type=Ledger)
+
+    wait_for(lambda: ledger().outcome is not None, "its end is booked, which may be after it was answered")
+    row = ledger()
     assert row.outcome in ("stop", "length")
     assert sum(row.states.values()) == row.e2e_ns > 0
     assert {"parse", "tokenize", "dispatch", "prefill", "decode"} <= row.states.keys()

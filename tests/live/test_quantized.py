@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.live.conftest import ROOT, serve
+from tests.live.test_appliance import wait_for
 from tests.quant.small import write_model
 
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
@@ -59,7 +60,11 @@ def test_a_broken_one_fails_its_requests_and_is_counted(
         answer = appliance.http.post("/v1/chat/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "degenerate_output")
         assert "the checkpoint may be broken" in answer.json()["error"]["message"]
-        lines = appliance.http.get("/metrics").text.splitlines()
-        counted = [line for line in lines if line.startswith(f'pellucid_degenerate_outputs_total{{kind="{kind}"')]
-        assert [float(line.split()[-1]) for line in counted] == [1]
+
+        def counted() -> list[float]:
+            lines = appliance.http.get("/metrics").text.splitlines()
+            found = [line for line in lines if line.startswith(f'pellucid_degenerate_outputs_total{{kind="{kind}"')]
+            return [float(line.split()[-1]) for line in found]
+
+        wait_for(lambda: counted() == [1], "it is counted, which may be after it was answered")
         assert appliance.http.get("/ready").status_code == 200
