@@ -74,7 +74,7 @@ TABLE = (
     Row(
         "engine device",
         ("engine.device",),
-        ("engine device", "engine.device.native.build", "engine core", "quant.formats"),
+        ("engine device", "engine.device.native.build", "engine core", "telemetry leaf", "quant.formats"),
         ("litestar", "opentelemetry", "prometheus_client", *STORES),
     ),
     Row(

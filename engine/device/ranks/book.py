@@ -1,0 +1,85 @@
+"""
+The interconnect book: what one rank waited for in the exchanges of a step, and whom.
+
+With entries a_r of the ranks and this rank's exit e, on one clock: it waited `max(a) - a_own` for ranks that came later,
+and transferred `e - max(a)`.  Both are differences of stamps, so they sum to the time of the exchange exactly.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.device.ranks.collective import Collective, Stamps
+from telemetry.records import Exchange, InterconnectBook
+
+
+class Interconnect:
+    """A collective whose exchanges are booked."""
+
+    def __init__(self, collective: Collective) -> None:
+        self.collective = collective
+        self._open()
+
+    @property
+    def rank(self) -> int:
+        """Which one this is."""
+        return self.collective.rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.collective.size
+
+    def sum(self, values: Tensor, exchange: str) -> None:
+        """Sum over ranks in place.  Raises RankLost."""
+        received = values.nbytes * (self.size - 1)
+        self.book(exchange, self.collective.sum(values), received)
+
+    def gather(self, values: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """What each rank has, on rank 0.  Raises RankLost."""
+        gathered, stamps = self.collective.gather(values, counts)
+        self.book("head", stamps, sum(one.nbytes for one in gathered[1:]))
+        return gathered
+
+    def book(self, exchange: str, stamps: Stamps, received_bytes: int) -> None:
+        """Write an exchange of this step down: of telemetry.records.EXCHANGES."""
+        entered = stamps.entered_ns
+        last_ns = max(entered)
+        own_ns = entered[self.rank]
+        # Stamps of other hosts are estimates: a rank cannot have waited past its own exit.
+        last_ns = max(own_ns, min(last_ns, stamps.left_ns))
+        tally = self._tallies.setdefault(exchange, [0, 0, 0, 0])
+        tally[0] += 1
+        tally[1] += last_ns - own_ns
+        tally[2] += stamps.left_ns - last_ns
+        tally[3] += received_bytes
+        for rank, entered_ns in enumerate(entered):
+            if entered_ns:
+                self._rank_wait_ns[rank] += max(0, last_ns - entered_ns)
+
+    @property
+    def spent_ns(self) -> int:
+        """In the exchanges since the book was last closed."""
+        return sum(tally[1] + tally[2] for tally in self._tallies.values())
+
+    def close_book(self) -> InterconnectBook:
+        """The book of the step that ends; the next one begins."""
+        exchanges = {name: Exchange(*tally) for name, tally in self._tallies.items()}
+        waits = tuple(self._rank_wait_ns)
+        known = exchanges.values()
+        book = InterconnectBook(
+            kind=self.collective.kind,
+            wait_ns=sum(one.wait_ns for one in known),
+            transfer_ns=sum(one.transfer_ns for one in known),
+            bytes=sum(one.bytes for one in known),
+            straggler=waits.index(min(waits)) if exchanges and max(waits) > min(waits) else -1,
+            exchanges=exchanges,
+            rank_wait_ns=waits,
+            clock_error_ns=self.collective.clock_error_ns,
+        )
+        self._open()
+        return book
+
+    def _open(self) -> None:
+        self._tallies: dict[str, list[int]] = {}
+        self._rank_wait_ns = [0] * self.collective.size
