@@ -1,8 +1,8 @@
 """
 The interconnect book: what one rank waited for in the exchanges of a step, and whom.
 
-With entries a_r of the ranks and this rank's exit e, on one clock: it waited `max(a) - a_own` for ranks that came later,
-and transferred `e - max(a)`.  Both are differences of stamps, so they sum to the time of the exchange exactly.
+With entries a_r of the ranks and this rank's exit e, on one clock: it waited `max(a) - a_own` for ranks that came
+later, and transferred `e - max(a)`.  Both are differences of stamps, so they sum to the time of the exchange exactly.
 """
 
 from collections.abc import Sequence
