@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.api import Sampling
 from engine.device.compute import ALL, Computed, Model
-from engine.device.ranks.seat import Compute, Logits, Order, Reset, Seat
+from engine.device.ranks.seat import Compute, LineClosed, Logits, Order, Reset, Seat
 from engine.device.ranks.shard import Shard, Span
 from engine.device.sampler import best_ids
 from engine.plan import SampleSpec, StepPlan
@@ -81,10 +81,13 @@ class SplitModel:
 
 
 def follow(model: Model, seat: Seat, parts: Sequence[Shard]) -> None:
-    """Compute what rank 0 tells, until it is gone.  Raises RankLost, then too."""
+    """Compute what rank 0 tells, until it hangs up.  Raises RankLost."""
     vocab = [part.vocab for part in parts]
     while True:
-        order = seat.lines[0].receive(None)
+        try:
+            order = seat.lines[0].receive(None)
+        except LineClosed:
+            return
         if isinstance(order, Reset):
             model.reset()
         else:

@@ -21,6 +21,10 @@ ORDER_BYTES_MAX = 64 << 20
 _LENGTH_BYTES = 4
 
 
+class LineClosed(RankLost):
+    """The other end has hung up: between two orders, the end of a group in peace."""
+
+
 class Compute(msgspec.Struct, frozen=True, tag="compute"):
     """Compute a plan; `wanted` is of its sampling rows, see `engine.device.ranks.model`."""
 
@@ -86,7 +90,7 @@ class Line:
             except OSError as error:
                 raise RankLost(self.rank, f"says nothing: {error.strerror or error}") from error
             if not piece:
-                raise RankLost(self.rank, "is gone")
+                raise LineClosed(self.rank, "has hung up")
             content += piece
         return content
 
