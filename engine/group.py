@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 import structlog
@@ -30,7 +29,7 @@ from engine.config import EngineOptions
 from engine.device import Device
 from engine.device.drafting import DraftModel
 from engine.device.errors import ModelError
-from engine.device.native.library import WIDE, Unavailable
+from engine.device.native.library import Unavailable
 from engine.device.pair import beside_draft, load_pair
 from engine.device.ranks.book import Interconnect
 from engine.device.ranks.collective import Collective, RankLost
@@ -38,13 +37,11 @@ from engine.device.ranks.gloo import Gloo, open_store
 from engine.device.ranks.model import follow
 from engine.device.ranks.seat import Line, Seat
 from engine.device.ranks.shared_memory import SharedMemory
-from engine.device.runner import load_model
-from quant.formats.checkpoint import open_checkpoint
+from engine.device.runner import exchanged_values, load_model, refuse_ranks
 from telemetry.clock import CLOCK_ID
 
 EXIT_LOST = 1
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-PIECE_ROWS_MAX = 512  # rows that are exchanged at once; more go in pieces
 START_S_MAX = 120.0  # until the processes of all ranks have met
 CLOSE_S_MAX = 5.0
 HERE = "127.0.0.1"
@@ -103,6 +100,7 @@ def ranks_of(options: EngineOptions) -> int:
 
 def start_group(options: EngineOptions) -> Group:
     """Start the other ranks, which begin to load at once; for rank 0.  Raises ModelError, MemoryShort and RankLost."""
+    refuse_ranks(options)
     size = ranks_of(options)
     memory = _shared_memory(options)
     store = None if memory is not None else open_store(HERE, 0, leads=True, start_s=START_S_MAX)
@@ -138,17 +136,11 @@ def join_group(options: EngineOptions) -> Seat:
     collective: Collective
     if options.memory >= 0:
         size, timeout_s = ranks_of(options), options.rank_timeout_s
-        collective = SharedMemory.join(options.memory, options.rank, size, _values_max(options), timeout_s)
+        collective = SharedMemory.join(options.memory, options.rank, size, exchanged_values(options), timeout_s)
     else:
         store = open_store(HERE, options.meeting_port, leads=False, start_s=START_S_MAX)
         collective = _gloo(store, options)
     return Seat(Interconnect(collective), [line], timeout_s=options.rank_timeout_s)
-
-
-def _values_max(options: EngineOptions) -> int:
-    """Float32 values that are exchanged in one piece."""
-    hidden = open_checkpoint(Path(options.model)).architecture.hidden
-    return -(-hidden // WIDE) * WIDE * min(PIECE_ROWS_MAX, options.tokens_step_max)
 
 
 def _shared_memory(options: EngineOptions) -> SharedMemory | None:
@@ -156,7 +148,7 @@ def _shared_memory(options: EngineOptions) -> SharedMemory | None:
     if options.interconnect == "gloo":
         return None
     try:
-        return SharedMemory.create(ranks_of(options), _values_max(options), options.rank_timeout_s)
+        return SharedMemory.create(ranks_of(options), exchanged_values(options), options.rank_timeout_s)
     except Unavailable as reason:
         if options.interconnect == "shared-memory":
             raise ModelError(f"--interconnect shared-memory: {reason}") from reason

@@ -22,6 +22,7 @@ from engine.device.kernels.torch_fast import TorchFastKernels, weight_bytes
 from engine.device.kv import BLOCK_SLOTS, block_bytes
 from engine.device.machine import give_back_memory, memory_bytes, threads
 from engine.device.model import load_decoder
+from engine.device.native.library import WIDE
 from engine.device.native.load import load_native
 from engine.device.native.model import NativeModel
 from engine.device.native.pack import Unpackable
@@ -40,6 +41,7 @@ from engine.plan import SliceResult, StepPlan, StepResult
 from quant.formats.architecture import Architecture
 from quant.formats.checkpoint import open_checkpoint
 
+EXCHANGED_ROWS_MAX = 512
 FINGERPRINT_VERSION = "2"  # raise it when the same weights begin to give other bits
 
 
@@ -189,6 +191,17 @@ def _load_native(
     if seat is not None and not seat.agree(not isinstance(model, str)) and not isinstance(model, str):
         return "another rank has weights that the native kernels do not take"
     return model
+
+
+def refuse_ranks(options: EngineOptions) -> None:
+    """Raise ModelError if the model cannot be divided so, before anybody reads it."""
+    parts_of(choose_form(open_checkpoint(Path(options.model)), options), options)
+
+
+def exchanged_values(options: EngineOptions) -> int:
+    """Float32 values that ranks exchange at once; those of larger steps go in pieces."""
+    hidden = open_checkpoint(Path(options.model)).architecture.hidden
+    return -(-hidden // WIDE) * WIDE * min(EXCHANGED_ROWS_MAX, options.tokens_step_max)
 
 
 def parts_of(form: Form, options: EngineOptions) -> tuple[Shard, ...]:
