@@ -119,13 +119,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bfloat16_model(tmp_path_factory.mktemp("packed") / "model", {})
 
 
-def _start(directory: Path, cache: Path | str) -> NativeModel:
+def _start(directory: Path, cache: Path | str, part: str = "") -> NativeModel:
     if not instruction_sets():
         pytest.skip("no instruction set of the native kernels")
     weights = Weights(open_checkpoint(directory), torch.bfloat16, AT_LOAD["int8"])
     return load_native(
         native(instruction_sets()[0]), weights, kv_int8=True, context_max=100, blocks_max=8, threads=1,
-        cache=str(cache),
+        cache=str(cache), part=part,
     )  # fmt: skip
 
 
@@ -139,6 +139,13 @@ def test_a_later_start_packs_nothing(directory: Path, tmp_path: Path, monkeypatc
     first = _logits(_start(directory, tmp_path / "cache"))
     monkeypatch.setattr(Packer, "arrays", lambda _: pytest.fail("packed again"))
     assert torch.equal(first, expected) and torch.equal(_logits(_start(directory, tmp_path / "cache")), expected)
+
+
+def test_each_part_of_a_model_has_a_file(directory: Path, tmp_path: Path) -> None:
+    """So that no rank takes another one's weights for its own."""
+    for part in ("", "1 of 2", "2 of 2"):
+        _start(directory, tmp_path, part)
+    assert len(list(tmp_path.glob("*.packed"))) == 3
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "a directory", "a pipe", "a device", "a socket"])

@@ -30,9 +30,10 @@ PARTS = ("products", "attention", "elements", "head")  # what a step's time went
 TILE = 32  # output channels of a tile
 WIDE = 64  # inputs are padded to a multiple of it
 HEAD_DIM_MAX = 256
+LOST = 7  # of the faults: another rank
 FAULTS = (
     "", "too many rows", "a token beyond the vocabulary", "a position beyond the context", "a plan that is none",
-    "a block that is none, or is written twice", "no memory",
+    "a block that is none, or is written twice", "no memory", "a rank was lost",
 )  # fmt: skip
 _NEEDS = {
     "avx512-bf16": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni", "avx512_bf16"),
@@ -69,10 +70,11 @@ class Decoder(ctypes.Structure):
 
     _fields_ = (
         ("layers", POINTER(Layer)), ("embedding", c_void_p), ("norm", c_void_p), ("cosine", c_void_p),
-        ("sine", c_void_p), ("kv", c_void_p), ("head", Weight), ("layers_count", c_int32), ("hidden", c_int32),
-        ("intermediate", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
-        ("vocab", c_int32), ("positions_max", c_int32), ("blocks_max", c_int32), ("kv_form", c_int32),
-        ("mix", c_int32), ("threads", c_int32), ("epsilon", c_float), ("unused", c_int32),
+        ("sine", c_void_p), ("kv", c_void_p), ("head", Weight), ("exchange", c_void_p), ("context", c_void_p),
+        ("layers_count", c_int32), ("hidden", c_int32), ("intermediate", c_int32), ("heads", c_int32),
+        ("kv_heads", c_int32), ("head_dim", c_int32), ("vocab", c_int32), ("head_vocab", c_int32),
+        ("positions_max", c_int32), ("blocks_max", c_int32), ("kv_form", c_int32), ("mix", c_int32),
+        ("threads", c_int32), ("ranks", c_int32), ("epsilon", c_float),
     )  # fmt: skip
 
 
@@ -81,7 +83,8 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         ("plan", c_void_p), ("logits", c_void_p), ("best_ids", c_void_p), ("highest", c_void_p), ("lowest", c_void_p),
-        ("finite", c_void_p), ("parts_ns", c_void_p), ("plan_length", c_int64), ("slices", c_int32), ("rows", c_int32),
+        ("finite", c_void_p), ("parts_ns", c_void_p), ("stamps", c_void_p), ("lost", c_void_p), ("rows_in", c_void_p),
+        ("rows_out", c_void_p), ("plan_length", c_int64), ("slices", c_int32), ("rows", c_int32),
         ("outs", c_int32), ("wanted", c_int32),
     )  # fmt: skip
 

@@ -13,10 +13,12 @@ from torch import Tensor
 from engine.device.compute import Computed, sampling_rows
 from engine.device.errors import MemoryShort
 from engine.device.kv import BLOCK_SLOTS
+from engine.device.native.exchanges import Exchanges
 from engine.device.native.library import (
     FAULTS,
     KV_BF16,
     KV_INT8,
+    LOST,
     PARTS,
     WIDE,
     Decoder,
@@ -27,6 +29,7 @@ from engine.device.native.library import (
 from engine.device.native.memory import Arrays, aligned
 from engine.device.native.pack import LINEARS, weight_of
 from engine.device.native.working_memory import ROWS_MIN
+from engine.device.ranks.book import Interconnect
 from engine.plan import StepPlan
 from quant.formats.architecture import Architecture
 from quant.formats.rope import RopeTable
@@ -62,13 +65,21 @@ class NativeModel:
         kv_int8: bool,
         mix: int,
         threads: int,
+        head_vocab: int | None = None,
+        interconnect: Interconnect | None = None,
     ) -> None:
+        """
+        `architecture` is that of this rank's part, but for its vocabulary, which is the embedding's; the head's part of
+        it, and so the width of the logits, is `head_vocab` (None: all).
+        """
         self.name = f"native {library.isa}"
         self.tiles = "int8 kv" if kv_int8 else "bf16 kv"
         self._library = library
         self._arrays = arrays  # the decoder points into them
         self._architecture = architecture
-        self._vocab = architecture.vocab_size
+        self._vocab = architecture.vocab_size if head_vocab is None else head_vocab
+        self._exchanges = None if interconnect is None else Exchanges(interconnect, architecture.layers)
+        self._hidden_bytes = 4 * (architecture.hidden + -architecture.hidden % WIDE)  # of a row that ranks sum
         self._blocks_max = blocks_max
         self._context_max = context_max
         form = KV_INT8 if kv_int8 else KV_BF16
@@ -130,11 +141,19 @@ class NativeModel:
         logits = torch.empty(asked, self._vocab) if asked else self._nothing
         written, room = _int32(numbers), self._room
         address, length = written.buffer_info()
-        step = Step(address, logits.data_ptr(), *room.addresses, length, len(pieces), rows, sampling, asked)
+        stamps, lost = (None, None) if self._exchanges is None else self._exchanges.begin()
+        step = Step(
+            address, logits.data_ptr(), *room.addresses, stamps, lost, None, None, length, len(pieces), rows, sampling,
+            asked,
+        )  # fmt: skip
         called_ns = monotonic_ns()
         fault = self._library.step(self._handle, ctypes.byref(step))
         returned_ns = monotonic_ns()
+        if fault == LOST and self._exchanges is not None:
+            raise self._exchanges.failure()
         assert fault == 0, f"step {plan.step_id}: {FAULTS[fault]}"
+        if self._exchanges is not None:
+            self._exchanges.book(rows * self._hidden_bytes)
         finite = room.finite[: len(pieces)]
         return Computed(
             room.best[:sampling],
@@ -161,7 +180,7 @@ class NativeModel:
 
     def _describe(self, kv_form: int, mix: int, threads: int) -> Decoder:
         """The structure that the library reads.  Everything in it points to what this object holds."""
-        a, arrays = self._architecture, self._arrays
+        a, arrays, exchanges = self._architecture, self._arrays, self._exchanges
         self._layers = (Layer * a.layers)()
         for index in range(a.layers):
             layer = self._layers[index]
@@ -180,6 +199,8 @@ class NativeModel:
             sine=self._sine.data_ptr(),
             kv=self._kv.ctypes.data,
             head=weight_of(arrays, "head"),
+            exchange=None if exchanges is None else exchanges.function,
+            context=None if exchanges is None else exchanges.context,
             layers_count=a.layers,
             hidden=a.hidden,
             intermediate=a.intermediate,
@@ -187,11 +208,13 @@ class NativeModel:
             kv_heads=a.kv_heads,
             head_dim=a.head_dim,
             vocab=a.vocab_size,
+            head_vocab=self._vocab,
             positions_max=self._context_max,
             blocks_max=self._blocks_max,
             kv_form=kv_form,
             mix=mix,
             threads=threads,
+            ranks=1 if exchanges is None else exchanges.ranks,
             epsilon=a.norm_epsilon,
         )
 

@@ -15,7 +15,7 @@ _BEST_BYTES = 16 * (4 + 4 + 4)  # of each row and thread: the best and the least
 _DRAW_BYTES = 4 + 12  # of each token and thread: its weight, and its place among the likeliest
 
 
-def working_bytes(architecture: Architecture, *, threads: int, rows_max: int, context_max: int) -> int:
+def working_bytes(architecture: Architecture, *, threads: int, rows_max: int, context_max: int, ranks: int = 1) -> int:
     """What `Model` of src/step.h, the tables of positions and drawing take, as if all weights were bfloat16."""
     a = architecture
     rows_max = max(rows_max, ROWS_MIN)
@@ -23,7 +23,8 @@ def working_bytes(architecture: Architecture, *, threads: int, rows_max: int, co
     columns = [width + -width % WIDE for width in widths]
     widest = max(columns)
     rounded = 2 * widest + WIDE + 8 * (widest // TILE)  # a row's values, scales and sums
-    row = 4 * sum(columns) + rounded + threads * _BEST_BYTES
+    partial = columns[0] if ranks > 1 else 0  # what this rank adds to the hidden row
+    row = 4 * (sum(columns) + partial) + rounded + threads * _BEST_BYTES
     splits = -(-context_max // _SPLIT)
     parts = _PIECES * splits * (8 + 4 * a.head_dim) * _QUERIES
     thread = parts + _SCRATCH_BYTES + 2 * 4 * widest + 2 * rounded + _DRAW_BYTES * (a.vocab_size + WIDE)

@@ -126,7 +126,8 @@ class SharedMemory:
 
     @property
     def _open(self) -> int:
-        assert self._group is not None, "it is closed"
+        if self._group is None:
+            raise RankLost(self.rank, "has left the others")
         return self._group
 
     def _stamped(self, code: int) -> Stamps:

@@ -45,9 +45,12 @@ int32_t pl_step(void* handle, const pl_step_args* args) {
   }
   for (pl::Counter& counter : e.counters) counter.next.store(0, std::memory_order_relaxed);
   for (int i = 0; i < args->slices; i++) args->finite[i] = 1;
+  e.lost = 0;
 #pragma omp parallel num_threads(e.m.threads)
   pl::Worker(e, *args, omp_get_thread_num(), omp_get_num_threads()).run();
-  return PL_OK;
+  if (e.lost == 0) return PL_OK;
+  *args->lost = e.lost;
+  return PL_LOST;
 }
 
 int32_t pl_product(const pl_weight* weight, const float* x, float* y, int32_t rows, int32_t mix, int32_t threads) {

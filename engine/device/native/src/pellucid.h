@@ -23,7 +23,8 @@ enum {
   PL_BAD_POSITION = 3,
   PL_BAD_PLAN = 4,
   PL_BAD_BLOCK = 5,
-  PL_NO_MEMORY = 6
+  PL_NO_MEMORY = 6,
+  PL_LOST = 7  // another rank: the step began, and was given up
 };
 
 // A weight [outs, ins] in tiles of 32 output channels, all of the input of one tile together: see `pack.h`.
@@ -48,6 +49,9 @@ typedef struct {
   int32_t unused;
 } pl_layer;
 
+// Sums float32 over ranks in place, as `pl_group_sum` does, and returns what it does: not 0 ends the step.
+typedef int32_t (*pl_exchange)(void* context, float* values, int64_t count, int64_t* stamps);
+
 typedef struct {
   const pl_layer* layers;
   const uint16_t* embedding;   // bfloat16 [vocab, hidden_padded]
@@ -55,12 +59,15 @@ typedef struct {
   const float *cosine, *sine;  // [positions_max, head_dim / 2]
   uint8_t* kv;                 // pl_kv_bytes(...) for each of layers * blocks_max * kv_heads, aligned to 64
   pl_weight head;
-  int32_t layers_count, hidden, intermediate, heads, kv_heads, head_dim, vocab;
+  pl_exchange exchange;  // null: this is the only rank, and has all heads and channels
+  void* context;         // its first argument
+  int32_t layers_count, hidden, intermediate, heads, kv_heads, head_dim;
+  int32_t vocab, head_vocab;  // of the embedding; of the head, which may be a part of it
   int32_t positions_max, blocks_max, kv_form;
   int32_t mix;  // points of the Hadamard transform of the down projection's input; 0: none
   int32_t threads;
+  int32_t ranks;  // that exchange
   float epsilon;
-  int32_t unused;
 } pl_model;
 
 // A plan is one run of integers, slice by slice:
@@ -70,11 +77,15 @@ typedef struct {
 //   [blocks]                       the block of each 16 positions; those behind the last position do not matter
 typedef struct {
   const int32_t* plan;
-  float* logits;            // [wanted rows, vocab]
+  float* logits;            // [wanted rows, head_vocab]
   int32_t* best_ids;        // [sampling rows]: lowest id of the highest logit
   float *highest, *lowest;  // [sampling rows]; highest: minus infinity if any of the logits is no number
   int32_t* finite;          // [slices]: 1 if all numbers of all its rows are finite
-  int64_t* parts_ns;        // [PL_PARTS], as the first thread sees it
+  int64_t* parts_ns;        // [PL_PARTS], as the first thread sees it; exchanges are in none of them
+  int64_t* stamps;          // [layers, 2, ranks + 1], of the exchanges behind attention and MLP; null without any
+  int32_t* lost;            // what the exchange returned that failed
+  const float* rows_in;     // [rows, hidden], from the ranks of the layers before; null: of the embedding
+  float* rows_out;          // [rows, hidden], for the ranks of the layers behind, instead of the head; null: the head
   int64_t plan_length;
   int32_t slices, rows, outs, wanted;  // what the plan should come to
 } pl_step_args;

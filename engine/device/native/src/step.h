@@ -94,7 +94,8 @@ struct Model {
   int64_t block_bytes;
   int splits_max;
   Memory<float> x, projected, attended, gated;
-  int64_t stride;  // bytes of a row of activations
+  Memory<float> partial;  // what this rank adds to x, where there are others
+  int64_t stride;         // bytes of a row of activations
   RowBuffers shared;
   std::vector<RowBuffers> alone;            // of each thread, for steps of few rows
   Memory<float> row_scratch;                // of each thread: two rows
@@ -105,6 +106,7 @@ struct Model {
   Plan plan;                      // of the step that runs
   std::vector<Counter> counters;  // of each layer: the next piece of attention to take
   Barrier barrier;
+  int32_t lost = 0;  // what the exchange returned that failed; written by the first thread, between two barriers
 
   Model(const pl_model& model, int rows_max_);  // What it takes is also in `working_bytes` of working_memory.py.
   Part& part(int piece, int split) {
@@ -148,6 +150,7 @@ inline Model::Model(const pl_model& model, int rows_max_)
       projected(memory<float>(int64_t{rows_max_} * qkv)),
       attended(memory<float>(int64_t{rows_max_} * queries)),
       gated(memory<float>(int64_t{rows_max_} * inner)),
+      partial(memory<float>(model.exchange == nullptr ? 0 : int64_t{rows_max_} * hidden)),
       stride(activation_stride(model, widest)),
       shared(rows_max_, stride, widest / 32),
       row_scratch(memory<float>(int64_t{2} * model.threads * widest)),
@@ -175,16 +178,24 @@ class Worker {
         first_(alone_ ? 0 : share(rows_, thread)),
         stop_(alone_ ? rows_ : share(rows_, thread + 1)),
         buffers_(rows_ <= kRowsAlone ? e.alone[thread].rows : e.shared.rows),
-        scratch_(e.row_scratch.get() + int64_t{2} * thread * e.widest) {}
+        scratch_(e.row_scratch.get() + int64_t{2} * thread * e.widest),
+        stamps_(step.stamps) {}
 
   void run() {
-    embed();
+    if (s.rows_in != nullptr)
+      take_over();
+    else
+      embed();
     barrier();
     mark_ = now_ns();
-    for (int i = 0; i < e.m.layers_count; i++) layer(i);
+    for (int i = 0; i < e.m.layers_count; i++)
+      if (!layer(i)) return;
     if (by_rows_) barrier();
     check();
-    if (p.outs() > 0) head();
+    if (s.rows_out != nullptr)
+      hand_on();
+    else if (p.outs() > 0)
+      head();
     if (thread_ == 0) std::memcpy(s.parts_ns, parts_, sizeof parts_);
   }
 
@@ -197,6 +208,7 @@ class Worker {
   const int first_, stop_;  // rows of this thread
   const Rows buffers_;
   float* const scratch_;
+  int64_t* stamps_;  // of the next exchange; the first thread's are the ones that count
   int64_t mark_ = 0, parts_[PL_PARTS] = {0, 0, 0, 0};
 
   int share(int64_t count, int64_t of) const { return static_cast<int>(count * of / threads_); }
@@ -217,6 +229,18 @@ class Worker {
       float* x = e.x.get() + static_cast<int64_t>(r) * e.hidden;
       for (int i = 0; i < e.hidden; i += 16) store(x + i, load_bf16(from + i));
     }
+  }
+
+  void take_over() {
+    for (int r = share(rows_, thread_); r < share(rows_, thread_ + 1); r++)
+      std::memcpy(e.x.get() + static_cast<int64_t>(r) * e.hidden, s.rows_in + static_cast<int64_t>(r) * e.m.hidden,
+                  sizeof(float) * static_cast<size_t>(e.m.hidden));
+  }
+
+  void hand_on() {
+    for (int r = share(rows_, thread_); r < share(rows_, thread_ + 1); r++)
+      std::memcpy(s.rows_out + static_cast<int64_t>(r) * e.m.hidden, e.x.get() + static_cast<int64_t>(r) * e.hidden,
+                  sizeof(float) * static_cast<size_t>(e.m.hidden));
   }
 
   // This thread's rows of a product's input: `make(row, y)` writes one, which is then rounded for the weight.
@@ -260,7 +284,36 @@ class Worker {
     });
   }
 
-  void layer(int index) {
+  // Onto x, of all ranks.  False: one of them was lost, and every thread stops.
+  bool multiply_summed(const pl_weight& weight) {
+    if (e.m.exchange == nullptr) {
+      multiply_onto_x(weight);
+      return true;
+    }
+    multiply_into(weight, e.partial.get(), e.hidden);
+    if (by_rows_) barrier();
+    if (thread_ == 0) {
+      spent(PL_PRODUCTS);  // up to the last thread's
+      e.lost = e.m.exchange(e.m.context, e.partial.get(), int64_t{rows_} * e.hidden, stamps_);
+      stamps_ += e.m.ranks + 1;
+      mark_ = now_ns();
+    }
+    barrier();
+    if (e.lost != 0) return false;
+    // By rows, which nobody else prepares; where everybody prepares all of them, by columns.
+    const int lanes = e.hidden / 16;
+    const int from = alone_ ? share(lanes, thread_) * 16 : 0, to = alone_ ? share(lanes, thread_ + 1) * 16 : e.hidden;
+    for (int r = first_; r < stop_; r++) {
+      float* x = e.x.get() + static_cast<int64_t>(r) * e.hidden;
+      const float* sum = e.partial.get() + static_cast<int64_t>(r) * e.hidden;
+      for (int i = from; i < to; i += 16) store(x + i, add(load(x + i), load(sum + i)));
+    }
+    sync();
+    spent(PL_ELEMENTS);
+    return true;
+  }
+
+  bool layer(int index) {
     const pl_layer& l = e.layers[index];
     auto normed = [&](const float* weight) {
       return [this, weight](int r, float* y) {
@@ -276,7 +329,7 @@ class Worker {
     attend(index);
     spent(PL_ATTENTION);
     prepare_rows(l.output, [this](int r, float*) { return e.attended.get() + static_cast<int64_t>(r) * e.queries; });
-    multiply_onto_x(l.output);
+    if (!multiply_summed(l.output)) return false;
     prepare_rows(l.gate_up, normed(l.post_norm));
     float* const gated = e.gated.get();
     const int columns = e.inner;
@@ -290,7 +343,7 @@ class Worker {
       std::fill(y + e.m.intermediate, y + e.inner, 0.f);
       return y;
     });
-    multiply_onto_x(l.down);
+    return multiply_summed(l.down);
   }
 
   // Norms, positions and mix of queries and keys, and the new keys and values into the cache: by (row, key head).
@@ -454,7 +507,7 @@ class Worker {
 
   // 32 logits of a row: kept if they are wanted, compared with the best so far in any case.
   void take_logits(int r, int n, Floats a, Floats b, float* best, float* least, int32_t* ids) {
-    const int vocab = e.m.vocab;
+    const int vocab = e.m.head_vocab;
     float* to = p.logit_rows[r] < 0 ? nullptr : s.logits + static_cast<int64_t>(p.logit_rows[r]) * vocab + n;
     alignas(64) float last[PL_TILE];
     if (n + PL_TILE > vocab) {  // beyond the vocabulary nothing is the best, and nothing the least
