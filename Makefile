@@ -56,7 +56,7 @@ test-sanitized: $(VENV)/everything.stamp
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		PELLUCID_TEST_LIBRARIES=engine/device/native/lib-sanitized $(BIN)/python -m pytest --capture=sys $(ARGS) \
 		tests/torch/test_native_products.py tests/torch/test_native_decoder.py tests/torch/test_native_bits.py \
-		tests/torch/test_native_plans.py tests/torch/test_sampler.py
+		tests/torch/test_native_plans.py tests/torch/test_sampler.py tests/torch/test_shared_memory.py
 
 CASES ?= 5000
 SEED ?= 1

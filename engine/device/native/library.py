@@ -7,6 +7,7 @@ The structures here are those of src/pellucid.h; `open_library` compares their s
 import ctypes
 import functools
 import os
+from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,6 +120,13 @@ class Library:
             library.pl_product, c_int32, POINTER(Weight), c_void_p, c_void_p, c_int32, c_int32, c_int32
         )
         self.sample = _typed(library.pl_sample, c_int32, c_void_p, c_int64, POINTER(Draw), c_void_p, c_int32, c_int32)
+        self.group_bytes = _typed(library.pl_group_bytes, c_int64, c_int32, c_int64)
+        self.group_open = _typed(library.pl_group_open, c_void_p, c_void_p, c_int32, c_int32, c_int64, c_int64)
+        self.group_close = _typed(library.pl_group_close, None, c_void_p)
+        self.group_sum = _typed(library.pl_group_sum, c_int32, c_void_p, c_void_p, c_int64, c_void_p)
+        self.group_gather = _typed(library.pl_group_gather, c_int32, *[c_void_p] * 5)
+        self.group_send = _typed(library.pl_group_send, c_int32, c_void_p, c_int32, c_void_p, c_int64, c_void_p)
+        self.group_receive = _typed(library.pl_group_receive, c_int32, c_void_p, c_int32, c_void_p, c_int64, c_void_p)
 
 
 def _typed(function: "_Function", result: "type[_CData] | None", *arguments: "type[_CData]") -> "_Function":
@@ -145,7 +153,17 @@ def available() -> str:
         raise ModelError(
             f"{CHOICE}={choice} is not for this processor, which has {', '.join(usable) or 'none of them'}"
         )
-    for name in (choice,) if choice else usable:
+    return _first_built((choice,) if choice else usable)
+
+
+def any_library() -> Library:
+    """For what does not compute: of any instruction set, whatever kernels were asked for.  Raises Unavailable."""
+    return open_library(_first_built(instruction_sets()), LIBRARIES)
+
+
+def _first_built(usable: Sequence[str]) -> str:
+    """The first of these instruction sets that there is a library for.  Raises Unavailable."""
+    for name in usable:
         if (LIBRARIES / library_name(name)).is_file():
             return name
     note = LIBRARIES / REASON

@@ -1,6 +1,7 @@
 // The C interface: checks what it is given, then lets a team of threads work.
 #include "pellucid.h"
 
+#include "group.h"
 #include "pack.h"
 #include "sample.h"
 #include "step.h"
@@ -89,6 +90,34 @@ int32_t pl_sample(const float* logits, int64_t vocab, const pl_draw* draws, int3
     return PL_NO_MEMORY;
   }
   return PL_OK;
+}
+
+int64_t pl_group_bytes(int32_t size, int64_t values_max) { return pl::GroupMemory::bytes(size, values_max); }
+
+void* pl_group_open(void* base, int32_t rank, int32_t size, int64_t values_max, int64_t timeout_ns) {
+  try {
+    return new pl::Group({static_cast<uint8_t*>(base), size, values_max}, rank, timeout_ns);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+void pl_group_close(void* group) { delete static_cast<pl::Group*>(group); }
+
+int32_t pl_group_sum(void* group, float* values, int64_t count, int64_t* stamps) {
+  return static_cast<pl::Group*>(group)->sum(values, count, stamps);
+}
+
+int32_t pl_group_gather(void* group, const float* values, const int64_t* counts, float* gathered, int64_t* stamps) {
+  return static_cast<pl::Group*>(group)->gather(values, counts, gathered, stamps);
+}
+
+int32_t pl_group_send(void* group, int32_t receiver, const float* values, int64_t count, int64_t* stamps) {
+  return static_cast<pl::Group*>(group)->send(receiver, values, count, stamps);
+}
+
+int32_t pl_group_receive(void* group, int32_t sender, float* values, int64_t count, int64_t* stamps) {
+  return static_cast<pl::Group*>(group)->receive(sender, values, count, stamps);
 }
 
 }  // extern "C"

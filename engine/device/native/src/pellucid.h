@@ -108,6 +108,21 @@ typedef struct {
 int32_t pl_sample(const float* logits, int64_t vocab, const pl_draw* draws, int32_t* tokens, int32_t rows,
                   int32_t threads);
 
+// Ranks on one host that exchange float32 over memory that they share: see `group.h`.  `base` is the same
+// pl_group_bytes of it in all of them, zeroed before the first one opens it, and aligned to 64 bytes.  All call the
+// same functions in the same order with the same sizes, each with one thread at a time.
+//
+// `stamps` [size + 1]: when each rank came, in ns of CLOCK_MONOTONIC (0: it takes no part), then when this one left.
+// They return 0; 1 + the rank that did not come within timeout_ns; or -1 - the rank that was closed.  Then that is what
+// every later call returns.
+int64_t pl_group_bytes(int32_t size, int64_t values_max);
+void* pl_group_open(void* base, int32_t rank, int32_t size, int64_t values_max, int64_t timeout_ns);  // null: no memory
+void pl_group_close(void* group);
+int32_t pl_group_sum(void* group, float* values, int64_t count, int64_t* stamps);  // in place, in the order of ranks
+int32_t pl_group_gather(void* group, const float* values, const int64_t* counts, float* gathered, int64_t* stamps);
+int32_t pl_group_send(void* group, int32_t receiver, const float* values, int64_t count, int64_t* stamps);
+int32_t pl_group_receive(void* group, int32_t sender, float* values, int64_t count, int64_t* stamps);
+
 #pragma GCC visibility pop
 
 #ifdef __cplusplus

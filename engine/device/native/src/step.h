@@ -8,7 +8,6 @@
 #pragma once
 #include <omp.h>
 #include <sched.h>
-#include <time.h>
 
 #include <atomic>
 #include <memory>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "clock.h"
 #include "plan.h"
 #include "product.h"
 
@@ -69,12 +69,6 @@ Memory<T> memory(int64_t count) {
   if (p == nullptr) throw std::bad_alloc();
   std::memset(p, 0, bytes);
   return Memory<T>(p);
-}
-
-inline int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<int64_t>(t.tv_sec) * 1000000000 + t.tv_nsec;
 }
 
 // Buffers of activations: what `prepare` writes and `product` reads.
