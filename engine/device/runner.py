@@ -185,6 +185,9 @@ def _load_native(
                 blocks_max=blocks_max,
                 threads=torch.get_num_threads(),
                 cache=options.packed_directory,
+                part="" if seat is None else repr(weights.part),
+                head_vocab=weights.part.vocab.length,
+                interconnect=None if seat is None else seat.interconnect,
             )
         except Unpackable as reason:
             model = str(reason)

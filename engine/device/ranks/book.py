@@ -74,8 +74,9 @@ class Interconnect:
             for place, more in enumerate((len(stamps), wait_ns, transfer_ns, len(stamps) * received_bytes)):
                 tally[place] += more
         waited_ns = np.where(entered_ns > 0, np.maximum(0, last_ns[..., None] - entered_ns), 0)
-        for rank, wait_ns in enumerate(waited_ns.sum((0, 1)).tolist()):
-            self._rank_wait_ns[rank] += wait_ns
+        for rank, (wait_ns, stamp_ns) in enumerate(zip(waited_ns.sum((0, 1)), entered_ns.max((0, 1)), strict=True)):
+            self._rank_wait_ns[rank] += int(wait_ns)
+            self._met[rank] |= bool(stamp_ns)
 
     @property
     def spent_ns(self) -> int:
