@@ -1,7 +1,8 @@
 """
 `python -m engine --options JSON`: load a model, listen, serve until SIGTERM.
 
-Exit codes: 0 after SIGTERM or SIGINT, 2 after one line on stderr for what the person who started it can mend.
+Exit codes: 0 after SIGTERM or SIGINT, 1 if the device is lost (a rank of several), 2 after one line on stderr for what
+the person who started it can mend.
 """
 
 import os
@@ -15,7 +16,7 @@ import structlog
 
 from engine.api import Hello
 from engine.config import EngineOptions, SchedulerConfig
-from engine.device import Device, DeviceFacts
+from engine.device import Device, DeviceFacts, DeviceLost
 from engine.device.drafting import DraftModel
 from engine.device.errors import ModelError
 from engine.handshake import HandshakeError, secret_in
@@ -25,7 +26,7 @@ from engine.server import ListenError, Server
 from telemetry import logs
 from telemetry.clock import CLOCK_ID, now_ns
 
-EXIT_USAGE = 2
+EXIT_LOST, EXIT_USAGE = 1, 2
 SPIN_COUNT = "10000"
 """
 How long libgomp's threads spin at a barrier before they sleep.  Its own default is thirty times as long.  On an idle
@@ -48,21 +49,26 @@ def main(arguments: list[str]) -> int:
         options = msgspec.json.decode(arguments[1], type=EngineOptions)
         logs.configure(options.log_level, options.log_format)
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
-        _keep_to(options.cpus)  # threads inherit it
-        from engine.device.pair import load_pair  # noqa: PLC0415 torch takes seconds to load
+        _keep_to(options.rank_cpus[options.rank] if options.rank_cpus else options.cpus)  # threads inherit it
+        from engine import group  # noqa: PLC0415 torch takes seconds to load
 
-        device, drafter = load_pair(options)
-        server = Server(options.listen, hello(options, device), secret_in(os.environ))
+        if options.rank:
+            return group.follow_leader(options)
+        with group.led(options) as (device, drafter):
+            server = Server(options.listen, hello(options, device), secret_in(os.environ))
+            serve(options, device, server, drafter)
     except msgspec.MsgspecError as error:
         return _refuse(f"--options: {error}")
     except (ModelError, ListenError, HandshakeError) as error:
         return _refuse(str(error))
-    serve(options, device, server, drafter)
+    except DeviceLost as lost:
+        log.critical("device_lost", error=str(lost), consequence="this engine ends, and has to be started again")
+        return EXIT_LOST
     return 0
 
 
 def serve(options: EngineOptions, device: Device, server: Server, drafter: DraftModel | None = None) -> None:
-    """Serve `device` over `server` until a signal."""
+    """Serve `device` over `server` until a signal.  Raises DeviceLost."""
     scheduler = Scheduler(scheduler_config(options, device, drafter.facts if drafter is not None else None))
     loop = Loop(scheduler, device, server, drafter=drafter, replica=options.replica)
 

@@ -68,6 +68,24 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """0: as many as the process may use."""
     cpus: tuple[int, ...] = ()
     """The processors that it keeps to; empty: all that the process may use."""
+    tensor_parallel: int = 1
+    """Ranks that share the heads, channels and vocabulary of each layer."""
+    pipeline_parallel: int = 1
+    """Groups of such ranks that share the layers."""
+    rank: int = 0
+    """Which of `tensor_parallel * pipeline_parallel` this process is; 0 leads, and starts the others."""
+    rank_cpus: tuple[tuple[int, ...], ...] = ()
+    """The processors that each rank keeps to; empty: all that the process may use."""
+    interconnect: str = "auto"
+    """How ranks exchange numbers: shared-memory or gloo; auto: through memory, where that can be had."""
+    rank_timeout_s: float = 10.0
+    """How long a rank may keep the others waiting before it counts as lost, and its group is started anew."""
+    control: int = -1
+    """Of ranks above 0: the descriptor of the line to rank 0."""
+    memory: int = -1
+    """Of ranks above 0: the descriptor of the memory that ranks of one host share; -1: there is none."""
+    meeting_port: int = 0
+    """Of ranks above 0: where they find each other, if there is none."""
     context_max: int = 0
     """0: what the model was trained for."""
     kv_memory_bytes: int = 1 << 30

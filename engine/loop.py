@@ -13,7 +13,7 @@ from typing import Protocol
 import structlog
 
 from engine.api import Message, StepFrame
-from engine.device import Device, Drafting
+from engine.device import Device, DeviceLost, Drafting
 from engine.outcome import Outcome
 from engine.plan import DraftPlan, DraftResult, SliceResult, StepPlan, StepResult
 from engine.scheduler import Scheduler
@@ -69,7 +69,7 @@ class Loop:
         self._stopping = True
 
     def run(self) -> None:
-        """Serve until `stop`."""
+        """Serve until `stop`.  Raises DeviceLost: nobody can be served here any more, and others must hear of it."""
         while not self._stopping:
             self.step()
         self._scheduler.stop(self._clock())
@@ -177,6 +177,8 @@ class Loop:
             return StepResult(step_id=plan.step_id, slices=())
         try:
             return self._device.run(plan)
+        except DeviceLost:
+            raise
         except Exception:  # The device is a foreign library: anything may come, and nobody else may suffer.
             log.exception("step_failed", step_id=plan.step_id, sequences=len(plan.slices))
             answers = tuple(self._run_alone(plan.step_id, index, plan) for index in range(len(plan.slices)))
@@ -185,6 +187,8 @@ class Loop:
     def _run_alone(self, step_id: int, index: int, plan: StepPlan) -> SliceResult:
         try:
             return self._device.run(StepPlan(step_id=step_id, slices=(plan.slices[index],))).slices[0]
+        except DeviceLost:
+            raise
         except Exception:
             log.exception("slice_failed", step_id=step_id, sequence=plan.slices[index].sequence)
             return SliceResult(fault="The engine failed to compute this request.")

@@ -1,9 +1,9 @@
 """
-Which processors each engine replica keeps to.
+Which processors each engine replica keeps to, and each of its ranks.
 
-A step has hundreds of barriers, and at each of them the slowest thread is waited for: replicas that shared processors
-would wait for each other all the time.  The threads of one core stay together, because they share what it computes
-with; what does not divide evenly is left to the gateway.
+A step has hundreds of barriers, and at each of them the slowest thread is waited for: replicas, or ranks, that shared
+processors would wait for each other all the time.  The threads of one core stay together, because they share what it
+computes with; what does not divide evenly is left to the gateway.
 """
 
 import os
@@ -16,23 +16,34 @@ class Share(msgspec.Struct, frozen=True):
     """One replica's."""
 
     threads: int
-    cpus: tuple[int, ...]
-    """Empty: all; there are too few for each to have its own, or this system pins nothing."""
+    """Of each rank."""
+    rank_cpus: tuple[tuple[int, ...], ...]
+    """Of each rank.  Empty: all; there are too few for each to have its own, or this system pins nothing."""
+
+    @property
+    def cpus(self) -> tuple[int, ...]:
+        """Of rank 0, the process that is started for the replica."""
+        return self.rank_cpus[0] if self.rank_cpus else ()
 
 
-def share_of(replica: int, replicas: int, threads: int, cpus: tuple[int, ...]) -> Share:
+def share_of(replica: int, replicas: int, ranks: int, threads: int, cpus: tuple[int, ...]) -> Share:
     """
-    What replica `replica` of `replicas` gets.
+    What replica `replica` of `replicas` gets, for each of its `ranks`.
 
     Args:
-        threads: what the person wants for each; 0: as many as it has processors.  One replica alone decides by itself.
+        threads: what the person wants for each rank; 0: as many as it has processors.  One replica of one rank decides
+            by itself.
         cpus: what this process may use, cores in one piece.
     """
-    if replicas == 1:
+    if replicas * ranks == 1:
         return Share(threads, ())
-    count = len(cpus) // replicas
-    own = cpus[replica * count : (replica + 1) * count]
-    return Share(threads or max(1, count), own if threads <= count and hasattr(os, "sched_setaffinity") else ())
+    replica_cpus = len(cpus) // replicas
+    count = replica_cpus // ranks
+    if count < max(threads, 1) or not hasattr(os, "sched_setaffinity"):
+        return Share(threads or max(1, count), ())
+    first = replica * replica_cpus  # its ranks lie side by side
+    starts = range(first, first + ranks * count, count)
+    return Share(threads or count, tuple(cpus[start : start + count] for start in starts))
 
 
 def usable_cpus(root: Path = Path("/")) -> tuple[int, ...]:

@@ -12,13 +12,23 @@ from collections.abc import Callable
 import msgspec
 
 from launch.address import bound, reachable
+from launch.cores import share_of, usable_cpus
 from launch.errors import UserError
-from launch.fleet import engine_children
+from launch.fleet import engine_children, placed
 from launch.options import ServeOptions
 from launch.parse import parse_engine
 from launch.probe import until_connects
 from launch.secret import engine_secret
-from launch.serve import PACKED, check_memory, child_environ, engine_options, models_of, refuse_optimized, speaker
+from launch.serve import (
+    PACKED,
+    check_memory,
+    check_ranks,
+    child_environ,
+    engine_options,
+    models_of,
+    refuse_optimized,
+    speaker,
+)
 from launch.sizes import format_bytes
 from launch.store import data_dir
 from launch.supervise import Supervisor
@@ -31,6 +41,7 @@ def run_engine(options: ServeOptions, listen: str, environ: dict[str, str], out:
     started_s = time.monotonic()
     say = speaker(options.log_format)
     refuse_optimized()
+    check_ranks(options)
     host, port = _address(listen)
     secret = engine_secret(options, environ)
     with bound(host, port, LISTEN) as free:
@@ -39,7 +50,8 @@ def run_engine(options: ServeOptions, listen: str, environ: dict[str, str], out:
     model, draft = models_of(options, data)
     kv_bytes = check_memory(options, model, draft)
     alone = engine_options(options, model, data / PACKED, kv_bytes, draft)
-    engine = msgspec.structs.replace(alone, listen=f"tcp:{host}:{port}")
+    share = share_of(0, 1, options.ranks, options.threads, usable_cpus())
+    engine = msgspec.structs.replace(placed(alone, share), listen=f"tcp:{host}:{port}")
     supervisor = Supervisor(
         engines=engine_children([engine]), gateways=(), environ=child_environ(environ) | secret, say=say
     )

@@ -9,7 +9,7 @@ import msgspec
 
 from engine.config import EngineOptions
 from gateway.config import GatewayOptions
-from launch.cores import share_of, usable_cpus
+from launch.cores import Share, share_of, usable_cpus
 from launch.options import ServeOptions
 from launch.supervise import ChildSpec, python_command
 
@@ -32,16 +32,19 @@ def all_engines(one: EngineOptions, options: ServeOptions, folder: Path) -> list
     cpus = usable_cpus()
     engines = []
     for replica in range(options.replicas):
-        share = share_of(replica, options.replicas, options.threads, cpus)
+        share = share_of(replica, options.replicas, options.ranks, options.threads, cpus)
         changes: dict[str, object] = {
             "replica": replica,
             "listen": f"unix:{engine_socket(folder, replica)}",
             "kv_memory_bytes": one.kv_memory_bytes // options.replicas,
-            "threads": share.threads,
-            "cpus": share.cpus,
         }
-        engines.append(msgspec.structs.replace(one, **changes))
+        engines.append(msgspec.structs.replace(placed(one, share), **changes))
     return engines
+
+
+def placed(engine: EngineOptions, share: Share) -> EngineOptions:
+    """The same with the threads and processors of `share`."""
+    return msgspec.structs.replace(engine, threads=share.threads, cpus=share.cpus, rank_cpus=share.rank_cpus)
 
 
 def all_workers(one: GatewayOptions, options: ServeOptions, folder: Path) -> list[GatewayOptions]:

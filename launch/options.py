@@ -48,6 +48,8 @@ OTHER_VARIABLES = frozenset(
 
 REPLICAS_MAX = 64
 """As many as telemetry has labels for."""
+RANKS_MAX = 64
+"""Of one replica, in both directions together; telemetry has labels for as many."""
 WORKERS_MAX = 32
 """An engine talks to twice as many: those of two servers, and those that come in place of others."""
 Value = str | int | float | bool | tuple[str, ...] | KvMemory | None
@@ -206,6 +208,27 @@ OPTIONS = (
         parse=whole(least=0, most=REPLICAS_MAX),
     ),
     Option(
+        name="tensor_parallel",
+        default="1",
+        metavar="COUNT",
+        help="Ranks: processes that share the heads, channels and vocabulary of one replica's model.",
+        parse=whole(least=1, most=RANKS_MAX),
+    ),
+    Option(
+        name="pipeline_parallel",
+        default="1",
+        metavar="COUNT",
+        help="Stages that share the layers; each is --tensor-parallel ranks.",
+        parse=whole(least=1, most=RANKS_MAX),
+    ),
+    Option(
+        name="rank_timeout_s",
+        default="10",
+        metavar="SECONDS",
+        help="How long a rank may keep the others waiting before its replica is started anew.",
+        parse=seconds(least=0.1),
+    ),
+    Option(
         name="engine",
         default="",
         metavar="tcp://HOST:PORT",
@@ -238,7 +261,7 @@ OPTIONS = (
         name="threads",
         default="0",
         metavar="COUNT",
-        help="Threads of each engine; 0 takes as many as its process may use.",
+        help="Threads of each engine, and of each of its ranks; 0 takes as many as its process may use.",
         parse=whole(least=0, most=256),
     ),
     Option(
@@ -378,6 +401,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization: str
     kv_dtype: str
     replicas: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    rank_timeout_s: float
     engine: tuple[str, ...]
     engine_secret_file: str
     workers: int
@@ -400,6 +426,11 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_level: str
     log_format: str
     upstreams: tuple[UpstreamOptions, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one replica."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 def read_options(flags: Given, environ: Mapping[str, str], config: str | None = None) -> ServeOptions:

@@ -27,7 +27,7 @@ from launch.address import bound, check_host, reachable
 from launch.admin import admin_banner, admin_file, admin_key, admin_listener
 from launch.errors import UserError
 from launch.fleet import all_engines, all_workers, engine_children, engine_socket, worker_children, worker_socket
-from launch.options import REPLICAS_MAX, WORKERS_MAX, ServeOptions
+from launch.options import RANKS_MAX, REPLICAS_MAX, WORKERS_MAX, ServeOptions
 from launch.probe import first_look, until_any_exists, until_ready
 from launch.secret import engine_secret
 from launch.sizes import KV_BYTES_MIN, available_bytes, format_bytes
@@ -46,6 +46,7 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
     say = speaker(options.log_format)
     refuse_optimized()
     check_host(options.host, allowed=lambda: options.insecure_open or keys_exist(options, environ))
+    check_ranks(options)
     secret = check_engines(options, environ)
     check_upstream_keys(options, environ)
     with ExitStack() as listeners:
@@ -137,6 +138,18 @@ def check_engines(options: ServeOptions, environ: dict[str, str]) -> dict[str, s
     return engine_secret(options, environ) if options.engine else {}
 
 
+def check_ranks(options: ServeOptions) -> None:
+    """That there are engines to have them, and not too many.  Raises UserError; what the model says is the engine's."""
+    flags = {"--tensor-parallel": options.tensor_parallel, "--pipeline-parallel": options.pipeline_parallel}
+    several = [f"{flag} {count}" for flag, count in flags.items() if count > 1]
+    if several and not options.replicas:
+        raise UserError(
+            f"{several[0]}: --replicas 0 starts no engine here; say it to `pellucid engine` on the other machine"
+        )
+    if options.ranks > RANKS_MAX:
+        raise UserError(f"{' and '.join(several)} are {options.ranks} ranks: more than {RANKS_MAX} are not supported")
+
+
 def models_of(options: ServeOptions, data: Path) -> tuple[Model, Model | None]:
     """The model, and the one that guesses for it; they are fetched if need be.  Raises UserError."""
     check_draft_model(options)
@@ -163,8 +176,8 @@ def check_memory(options: ServeOptions, model: Model, draft: Model | None = None
     """
     Bytes for the KV pools of all replicas.  Raises UserError if they cannot be had.
 
-    The weights take at least the size of their file, in each replica; the engine, which knows in what precision it
-    will hold them, looks again.
+    The weights take at least the size of their file, in each replica, whose ranks share them; the engine, which knows
+    in what precision it will hold them, looks again.
     """
     available = available_bytes()
     if available is None:  # no way to tell on this system: a share of it means nothing
@@ -248,6 +261,9 @@ def engine_options(
         dtype=options.dtype,
         quantization=options.quantization,
         kv_dtype=options.kv_dtype,
+        tensor_parallel=options.tensor_parallel,
+        pipeline_parallel=options.pipeline_parallel,
+        rank_timeout_s=options.rank_timeout_s,
         packed_directory=str(packed),
         threads=options.threads,
         context_max=options.max_context,

@@ -5,6 +5,7 @@ Ring 2: the device.  It turns a `StepPlan` into a `StepResult` and knows nothing
     batch    plan -> tensors, once per step           kernels  the arithmetic, behind one Protocol
     model    the decoder                              sampler  logits -> tokens
     kv       the paged cache                          drafting a second device that guesses for the first
+    ranks    several processes that compute one model together
 
 Files and number formats are the business of `quant.formats`.
 
@@ -17,6 +18,10 @@ import msgspec
 
 from engine.api import WeightFacts
 from engine.plan import DraftPlan, DraftResult, StepPlan, StepResult
+
+
+class DeviceLost(Exception):
+    """The device can compute no step any more, whatever the request: its process ends, and is started again."""
 
 
 class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +48,11 @@ class Device(Protocol):
         ...
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step.  One slice's bad numbers are that slice's fault; a broken plan is an assertion."""
+        """
+        Compute one step.  One slice's bad numbers are that slice's fault; a broken plan is an assertion.
+
+        Raises DeviceLost.
+        """
         ...
 
     def reset(self) -> None:

@@ -34,6 +34,10 @@ class Computed:
     parts: dict[str, int] = field(default_factory=dict)  # of the rest: telemetry.records.COMPUTE_PARTS, if it can tell
 
 
+ALL = -1
+"""So many logits of a row are wanted: all."""
+
+
 class Model(Protocol):
     """Weights and KV in memory.  A plan that breaks its promises is our bug: AssertionError, and nothing written."""
 
@@ -52,11 +56,12 @@ class Model(Protocol):
         """Whether a row's result was found not to depend on its neighbours."""
         ...
 
-    def compute(self, plan: StepPlan, wanted: Sequence[bool]) -> Computed:
+    def compute(self, plan: StepPlan, wanted: Sequence[int]) -> Computed:
         """
         Compute the rows of a plan that has slices, and write their keys and values.
 
-        `wanted` says of each sampling row whether all of its logits are.
+        `wanted` says of each sampling row how many of its best logits are: 0, where the best token is enough, ALL, or a
+        number, where it does not matter what becomes of the others.  Raises DeviceLost.
         """
         ...
 
@@ -75,11 +80,11 @@ def sampling_rows(piece: Slice) -> range:
     return range(count - 1 - piece.drafts, count) if piece.sample is not None else range(0)
 
 
-def from_logits(logits: Tensor, wanted: Sequence[bool], broken: frozenset[int] = frozenset()) -> Computed:
+def from_logits(logits: Tensor, wanted: Sequence[int], broken: frozenset[int] = frozenset()) -> Computed:
     """What a model that has computed the logits of all sampling rows, float32 [rows, vocab_size], says of them."""
     if not wanted:
         return Computed([], [], [], logits, broken)
     lowest, highest = torch.aminmax(logits, dim=-1)
-    keep = torch.tensor(wanted)
+    keep = torch.tensor([bool(count) for count in wanted])
     asked = logits if bool(keep.all()) else logits[keep]
     return Computed(logits.argmax(-1).tolist(), highest.tolist(), lowest.tolist(), asked, broken)

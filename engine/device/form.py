@@ -46,7 +46,7 @@ def choose_form(checkpoint: Checkpoint, options: EngineOptions) -> Form:
     dtype = choose_dtype(options.dtype)
     rounding = _rounding(checkpoint, options, dtype)
     if rounding is not None:
-        checkpoint, rounding = for_loading(checkpoint, rounding)
+        checkpoint, rounding = for_loading(checkpoint, rounding, options.tensor_parallel)
     scheme = rounding or checkpoint.scheme
     library, why = _native(checkpoint, options, dtype, scheme)
     kv_dtype = options.kv_dtype

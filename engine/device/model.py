@@ -14,6 +14,7 @@ from engine.device.batch import Batch
 from engine.device.kernels import Kernels, Product
 from engine.device.kernels.products import JoinedProduct
 from engine.device.kv import KvCache
+from engine.device.ranks.book import Interconnect
 from engine.device.weights import Linear, Weights
 from quant.formats.architecture import Architecture
 
@@ -44,16 +45,22 @@ class Decoder:
         layers: tuple[Layer, ...],
         norm: Tensor,
         head: Product,
+        head_rows: int,
     ) -> None:
         self.architecture = architecture
         self.kernels = kernels
+        self.head_rows = head_rows  # tokens that it knows the logits of
         self._embedding = embedding
         self._layers = layers
         self._norm = norm
         self._head = head
 
-    def forward(self, batch: Batch, kv: KvCache) -> Tensor:
-        """Compute the batch's rows and write their keys and values: [padded rows, hidden], before the last norm."""
+    def forward(self, batch: Batch, kv: KvCache, ranks: Interconnect | None = None) -> Tensor:
+        """
+        Compute the batch's rows and write their keys and values: [padded rows, hidden], before the last norm.
+
+        `ranks` have the other parts of the model: what is added to the rows is summed over them first.
+        """
         a, kernels = self.architecture, self.kernels
         x = F.embedding(batch.tokens, self._embedding)
         turned = a.query_size + a.kv_size
@@ -64,9 +71,9 @@ class Decoder:
                 heads.copy_(kernels.norm(heads, layer.qk_norm, a.norm_epsilon))
             kernels.rotate(heads, batch.cos, batch.sin)
             attended = kernels.attend(qkv, cache, batch, window=layer.window, kv_heads=a.kv_heads)
-            x = layer.output(attended, add=x)
+            x = _onto(x, layer.output, attended, batch.rows, ranks, "attention")
             gated = kernels.gated(kernels.norm(x, layer.post_norm, a.norm_epsilon), layer.gate_up)
-            x = layer.down(gated, add=x)
+            x = _onto(x, layer.down, gated, batch.rows, ranks, "mlp")
         return x
 
     def logits(self, x: Tensor) -> Tensor:
@@ -75,17 +82,32 @@ class Decoder:
         return self._head(normed).float()
 
 
+def _onto(x: Tensor, product: Product, y: Tensor, rows: int, ranks: Interconnect | None, exchange: str) -> Tensor:
+    """`x + product(y)`; of several ranks the sum of their products, in float32, in which it is rounded once."""
+    if ranks is None:
+        return product(y, add=x)
+    partial = product(y)[:rows].float().contiguous()
+    ranks.sum(partial, exchange)
+    partial += x[:rows]
+    if rows < len(x):  # Rows that only pad are of no consequence.
+        partial = F.pad(partial, (0, 0, 0, len(x) - rows))
+    return partial.to(x.dtype)
+
+
 def load_decoder(weights: Weights, kernels: Kernels) -> Decoder:
     """Read and prepare all weights.  Raises ModelError."""
     a = weights.architecture
     embedding = weights.embedding()
+    tied = weights.checkpoint.tied and weights.part.vocab.length == a.vocab_size
+    head = embedding if tied else weights.head()
     return Decoder(
         a,
         kernels,
         embedding=embedding,
         layers=tuple(_load_layer(weights, kernels, index) for index in range(a.layers)),
         norm=weights.norm(),
-        head=kernels.prepare(embedding if weights.checkpoint.tied else weights.head(), None),
+        head=kernels.prepare(head, None),
+        head_rows=head.shape[0],
     )
 
 

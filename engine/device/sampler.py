@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.api import TokenLogprobs
-from engine.device.compute import Computed
+from engine.device.compute import ALL, Computed
 from engine.plan import SampleSpec, SliceResult
 
 Draw = Callable[[Tensor, Sequence[SampleSpec]], list[int]]
@@ -29,12 +29,15 @@ GREEDY_BELOW = 1e-5  # a temperature below it is 0: dividing by it would only ov
 _HEAD = 256  # candidates that are sorted before anybody has to sort the whole vocabulary
 
 
-def needs_logits(spec: SampleSpec) -> bool:
-    """Whether more than the best token of a row is needed to choose, or to answer."""
+def logits_wanted(spec: SampleSpec) -> int:
+    """How many of a row's best logits are needed to choose, or to answer: 0, if the best token is enough, or ALL."""
     s = spec.sampling
-    if s.temperature >= GREEDY_BELOW or s.logprobs is not None or s.logit_bias or spec.banned:
-        return True
-    return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
+    penalized = s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
+    if s.logprobs is not None or s.logit_bias or spec.banned or penalized:
+        return ALL
+    if s.temperature < GREEDY_BELOW:
+        return 0
+    return s.top_k if s.top_k > 0 else ALL
 
 
 def choose(computed: Computed, specs: Sequence[SampleSpec], draw: Draw | None = None) -> list[SliceResult]:
@@ -55,7 +58,7 @@ def choose(computed: Computed, specs: Sequence[SampleSpec], draw: Draw | None = 
             results.append(SliceResult(fault=FLAT, degenerate="flat"))
         else:
             results.append(SliceResult((best,)))
-        if needs_logits(spec):
+        if logits_wanted(spec):
             asked.append(row)
     if asked:
         with torch.inference_mode():
@@ -127,7 +130,7 @@ def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     if ranked:
         vocab_size = logits.shape[1]
         counts = [min(specs[row].sampling.top_k or _HEAD, vocab_size) for row in ranked]
-        for row, head in zip(ranked, _heads(logits[ranked], counts), strict=True):
+        for row, head in zip(ranked, best_ids(logits[ranked], counts), strict=True):
             tokens[row] = _draw_ranked(logits[row], probabilities[row], head, specs[row])
     return tokens
 
@@ -164,7 +167,7 @@ def _draw_ranked(logits: Tensor, probabilities: Tensor, head: Tensor, spec: Samp
     return int(head[min(found, kept - 1)])
 
 
-def _heads(logits: Tensor, counts: Sequence[int]) -> list[Tensor]:
+def best_ids(logits: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """
     The `counts[row]` best ids of each row, best first, equal ones by id.
 
@@ -183,7 +186,7 @@ def _logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> l
     """Log-probabilities of the adjusted logits: of the chosen token, and of the `counts[row]` best."""
     logs = torch.log_softmax(logits.double(), -1)
     counts = [min(count, logits.shape[1]) for count in counts]
-    heads = _heads(logits, counts) if max(counts) else [torch.zeros(0, dtype=torch.int64)] * len(counts)
+    heads = best_ids(logits, counts) if max(counts) else [torch.zeros(0, dtype=torch.int64)] * len(counts)
     rows = []
     for row, (token, head) in enumerate(zip(tokens, heads, strict=True)):
         top = zip(head[: counts[row]].tolist(), logs[row, head[: counts[row]]].tolist(), strict=True)

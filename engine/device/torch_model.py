@@ -15,6 +15,8 @@ from engine.device.compute import Computed, from_logits, sampling_rows
 from engine.device.kv import BLOCK_SLOTS, KvCache
 from engine.device.model import Decoder
 from engine.device.probe import PROBE_BLOCKS, ROW_TILES, Probe, probe_layers
+from engine.device.ranks.book import Interconnect
+from engine.device.ranks.seat import Seat
 from engine.plan import StepPlan
 from quant.formats.rope import RopeTable
 
@@ -23,8 +25,17 @@ class TorchModel:
     """Implements `engine.device.compute.Model`."""
 
     def __init__(
-        self, decoder: Decoder, builder: BatchBuilder, kv: KvCache, *, row_tile: int, tiles: str, reproducible: bool
+        self,
+        decoder: Decoder,
+        builder: BatchBuilder,
+        kv: KvCache,
+        *,
+        row_tile: int,
+        tiles: str,
+        reproducible: bool,
+        ranks: Interconnect | None = None,
     ) -> None:
+        """`ranks` have the other parts of the model; this one then says what it finds in its part of the vocabulary."""
         self.name = decoder.kernels.name
         self.tiles = tiles
         self.reproducible = reproducible
@@ -32,14 +43,15 @@ class TorchModel:
         self._builder = builder
         self._kv = kv
         self._row_tile = row_tile
+        self._ranks = ranks
 
-    def compute(self, plan: StepPlan, wanted: Sequence[bool]) -> Computed:
+    def compute(self, plan: StepPlan, wanted: Sequence[int]) -> Computed:
         """Forward, then the head for the rows that sample."""
         with torch.inference_mode():
             began_ns = time.monotonic_ns()
             batch = self._builder.build(plan)
             batch_ns = time.monotonic_ns() - began_ns
-            x = self._decoder.forward(batch, self._kv)
+            x = self._decoder.forward(batch, self._kv, self._ranks)
             broken = self._broken(plan, batch, x)
             rows = []
             for piece, last in zip(plan.slices, batch.last_rows, strict=True):
@@ -51,7 +63,7 @@ class TorchModel:
         assert len(plan.slices) == 1
         with torch.inference_mode():
             batch = self._builder.build(plan)
-            x = self._decoder.forward(batch, self._kv)
+            x = self._decoder.forward(batch, self._kv, self._ranks)
             return self._logits(x, list(range(batch.rows)))
 
     def reset(self) -> None:
@@ -61,7 +73,7 @@ class TorchModel:
     def _logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """Float32 logits of some rows of `x`, padded by repeating one of them."""
         if not rows:
-            return torch.zeros(0, self._decoder.architecture.vocab_size)
+            return torch.zeros(0, self._decoder.head_rows)
         padding = padded_rows(len(rows), self._row_tile) - len(rows)
         return self._decoder.logits(x[rows + rows[-1:] * padding])[: len(rows)]
 
@@ -81,8 +93,10 @@ class TorchModel:
         return broken
 
 
-def assemble(decoder: Decoder, *, dtype: torch.dtype, kv_dtype: str, context_max: int, blocks_max: int) -> TorchModel:
-    """Find the row tile by probing, then put the parts together."""
+def assemble(
+    decoder: Decoder, *, dtype: torch.dtype, kv_dtype: str, context_max: int, blocks_max: int, seat: Seat | None = None
+) -> TorchModel:
+    """Find the row tile by probing, each rank its own part, on which all agree; then put the parts together."""
     a = decoder.architecture
     rope = RopeTable(a.rope, head_dim=a.head_dim, context_max=context_max)
 
@@ -105,9 +119,12 @@ def assemble(decoder: Decoder, *, dtype: torch.dtype, kv_dtype: str, context_max
         trial = builder(row_tile, PROBE_BLOCKS, coarse_keys=coarse_keys)
         kv = KvCache(a, layers=probe_layers(a), blocks_max=PROBE_BLOCKS, dtype=dtype, kv_dtype=kv_dtype)
         reproducible = Probe(decoder, trial, kv, row_tile=row_tile, context_max=context_max).passes()
+        if seat is not None:
+            reproducible = seat.agree(reproducible)
         if reproducible:
             break
     tiles = f"{row_tile}{' coarse' if coarse_keys else ''}"
     kv = KvCache(a, layers=a.layers, blocks_max=blocks_max, dtype=dtype, kv_dtype=kv_dtype)
     chosen = builder(row_tile, blocks_max, coarse_keys=coarse_keys)
-    return TorchModel(decoder, chosen, kv, row_tile=row_tile, tiles=tiles, reproducible=reproducible)
+    ranks = seat.interconnect if seat is not None else None
+    return TorchModel(decoder, chosen, kv, row_tile=row_tile, tiles=tiles, reproducible=reproducible, ranks=ranks)

@@ -5,16 +5,18 @@ What becomes of them (packed for a kernel, a torch product) is the business of w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.device.ranks.shard import Shard, Span, whole
 from quant.formats.architecture import Architecture
 from quant.formats.checkpoint import Checkpoint
 from quant.formats.rounding import round_weight
 from quant.formats.scheme import Activations, Scheme
-from quant.formats.weights import LlmInt8, Nf4, Quantized, stack
+from quant.formats.weights import LlmInt8, Nf4, Quantized, cut, stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,21 @@ class Linear:
         if self.bias is None:
             return [None] * len(self.weights)
         return list(self.bias.split([weight.shape[0] for weight in self.weights]))
+
+
+class Projection(NamedTuple):
+    """A weight [outs, ins] of the checkpoint, and what of it is wanted."""
+
+    name: str
+    outs: int
+    ins: int
+    rows: Span
+    columns: Span
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether that is all."""
+        return self.rows.length == self.outs and self.columns.length == self.ins
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +70,17 @@ class Weights:
     checkpoint: Checkpoint
     dtype: torch.dtype
     rounding: Scheme | None = None  # what float weights of linear layers are rounded to
+    shard: Shard | None = None  # what of it is read; None: all
+
+    @property
+    def part(self) -> Shard:
+        """What of it is read."""
+        return whole(self.checkpoint.architecture) if self.shard is None else self.shard
 
     @property
     def architecture(self) -> Architecture:
-        """Of the model."""
-        return self.checkpoint.architecture
+        """Of what is read."""
+        return self.part.of(self.checkpoint.architecture)
 
     @property
     def scheme(self) -> Scheme | None:
@@ -78,66 +101,74 @@ class Weights:
         return self.tensor("model.embed_tokens.weight", a.vocab_size, a.hidden)
 
     def head(self) -> Tensor:
-        """[vocab_size, hidden]; not to be asked for if the checkpoint is tied: it is the embedding then."""
-        a = self.architecture
-        return self.tensor("lm_head.weight", a.vocab_size, a.hidden)
+        """[vocabulary of the part, hidden]"""
+        a, vocab = self.architecture, self.part.vocab
+        all_rows = self.embedding() if self.checkpoint.tied else self.tensor("lm_head.weight", a.vocab_size, a.hidden)
+        return all_rows if vocab.length == a.vocab_size else all_rows[vocab.start : vocab.stop].contiguous()
 
     def norm(self) -> Tensor:
         """Of the last RMSNorm."""
         return self.tensor("model.norm.weight", self.architecture.hidden)
 
     def layer(self, index: int) -> LayerWeights:
-        """Layer `index`."""
-        a = self.architecture
-        prefix = f"model.layers.{index}"
+        """Layer `index` of those that are read."""
+        a, part = self.checkpoint.architecture, self.part
+        prefix = f"model.layers.{part.layers.start + index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        queries, keys = part.heads.times(a.head_dim), part.kv_heads.times(a.head_dim)
+        hidden, channels = Span(0, a.hidden), part.channels
         qkv = (
-            (f"{attention}.q_proj", a.query_size),
-            (f"{attention}.k_proj", a.kv_size),
-            (f"{attention}.v_proj", a.kv_size),
+            Projection(f"{attention}.q_proj", a.query_size, a.hidden, queries, hidden),
+            Projection(f"{attention}.k_proj", a.kv_size, a.hidden, keys, hidden),
+            Projection(f"{attention}.v_proj", a.kv_size, a.hidden, keys, hidden),
         )
-        gate_up = ((f"{mlp}.gate_proj", a.intermediate), (f"{mlp}.up_proj", a.intermediate))
+        gate_up = tuple(
+            Projection(f"{mlp}.{name}_proj", a.intermediate, a.hidden, channels, hidden) for name in ("gate", "up")
+        )
+        output = Projection(f"{attention}.o_proj", a.hidden, a.query_size, hidden, queries)
+        down = Projection(f"{mlp}.down_proj", a.hidden, a.intermediate, hidden, channels)
         return LayerWeights(
             input_norm=self.tensor(f"{prefix}.input_layernorm.weight", a.hidden),
-            qkv=self._linear(qkv, a.hidden, bias=a.qkv_bias),
+            qkv=self._linear(qkv, bias=a.qkv_bias),
             query_norm=self.tensor(f"{attention}.q_norm.weight", a.head_dim) if a.qk_norm else None,
             key_norm=self.tensor(f"{attention}.k_norm.weight", a.head_dim) if a.qk_norm else None,
-            output=self._linear(((f"{attention}.o_proj", a.hidden),), a.query_size, bias=a.output_bias),
+            output=self._added(self._linear((output,), bias=a.output_bias)),
             post_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", a.hidden),
-            gate_up=self._linear(gate_up, a.hidden, bias=a.mlp_bias),
-            down=self._linear(
-                ((f"{mlp}.down_proj", a.hidden),),
-                a.intermediate,
-                bias=a.mlp_bias,
-                mix=0 if self.scheme is None else self.scheme.mix,
-            ),
+            gate_up=self._linear(gate_up, bias=a.mlp_bias),
+            down=self._added(self._linear((down,), bias=a.mlp_bias, mix=0 if self.scheme is None else self.scheme.mix)),
         )
 
-    def _linear(self, parts: tuple[tuple[str, int], ...], columns: int, *, bias: bool, mix: int = 0) -> Linear:
-        """Projections (name, rows) of the same input."""
-        weights = fused([self._weight(name, rows, columns) for name, rows in parts])
+    def _linear(self, parts: tuple[Projection, ...], *, bias: bool, mix: int = 0) -> Linear:
+        """Projections of the same input."""
+        weights = fused([self._weight(part) for part in parts])
         return Linear(tuple(weights), self._biases(parts, expected=bias), mix)
 
-    def _biases(self, parts: tuple[tuple[str, int], ...], *, expected: bool) -> Tensor | None:
+    def _added(self, linear: Linear) -> Linear:
+        """One whose outputs are summed over ranks: its bias is added by one of them."""
+        return linear if self.part.adds else replace(linear, bias=None)
+
+    def _biases(self, parts: tuple[Projection, ...], *, expected: bool) -> Tensor | None:
         """All biases, as one.  Some converters write them, mostly zero, where the architecture has none."""
-        if not expected and not any(self.checkpoint.has(f"{name}.bias") for name, _ in parts):
+        if not expected and not any(self.checkpoint.has(f"{part.name}.bias") for part in parts):
             return None
         found = [
-            self.tensor(f"{name}.bias", rows)
-            if expected or self.checkpoint.has(f"{name}.bias")
-            else torch.zeros(rows, dtype=self.dtype)
-            for name, rows in parts
+            self.tensor(f"{part.name}.bias", part.outs)[slice(*part.rows)]
+            if expected or self.checkpoint.has(f"{part.name}.bias")
+            else torch.zeros(part.rows.length, dtype=self.dtype)
+            for part in parts
         ]
         biases = torch.cat(found)
         return biases if expected or bool(biases.any()) else None
 
-    def _weight(self, name: str, rows: int, columns: int) -> Tensor | Quantized:
+    def _weight(self, part: Projection) -> Tensor | Quantized:
+        shape = (part.outs, part.ins)
         if self.rounding is None:
-            weight = self.checkpoint.weight(name, (rows, columns), self.dtype)
+            weight = self.checkpoint.weight(part.name, shape, self.dtype)
         else:
-            weight = round_weight(self.checkpoint.read(f"{name}.weight", (rows, columns), torch.float32), self.rounding)
+            weight = round_weight(self.checkpoint.read(f"{part.name}.weight", shape, torch.float32), self.rounding)
         # These have no kernels: they become numbers here, where they can still be joined with others.
-        return weight.dense(self.dtype) if isinstance(weight, Nf4 | LlmInt8) else weight
+        known = weight.dense(self.dtype) if isinstance(weight, Nf4 | LlmInt8) else weight
+        return known if part.is_whole else cut(known, slice(*part.rows), slice(*part.columns))
 
 
 def fused(weights: Sequence[Tensor | Quantized]) -> list[Tensor | Quantized]:

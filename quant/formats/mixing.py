@@ -37,10 +37,17 @@ def mix(x: Tensor, points: int) -> Tensor:
     return (values * (1 / math.sqrt(points))).view(x.shape)
 
 
-def mix_points(intermediate: int) -> int:
-    """How many channels `mix` combines in a model with so many columns of down_proj; 0: none."""
-    points = math.gcd(intermediate // LANES, POINTS[-1])
-    return 0 if intermediate % LANES or points == 1 else points
+def mix_points(intermediate: int, parts: int = 1) -> int:
+    """
+    How many channels `mix` combines in a model with so many columns of down_proj; 0: none.
+
+    Where the columns are to be cut in `parts`, so many that none of it is cut, if there is such a number.
+    """
+    if intermediate % LANES:
+        return 0
+    vectors, odd = divmod(intermediate // LANES, parts)
+    points = math.gcd(intermediate // LANES if odd else vectors, POINTS[-1])
+    return 0 if points == 1 else points
 
 
 def hadamard(points: int) -> Tensor:

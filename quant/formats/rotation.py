@@ -32,18 +32,21 @@ _ROWS = 8192  # of a matrix that are rotated together, for the memory that it ta
 _VERSION = "1"  # raise it when the same seed begins to give other weights
 
 
-def rotated(checkpoint: Checkpoint, *, seed: int = 0, online: bool) -> Checkpoint:
+def rotated(checkpoint: Checkpoint, *, seed: int = 0, online: bool, parts: int = 1) -> Checkpoint:
     """
     The same model in a basis without outliers; its tensors are rotated as they are read.  It is never tied.
 
-    With `online` the input of each down_proj has to go through `mix` with `mix_points` of the architecture.
+    With `online` the input of each down_proj has to go through `mix`, with `mix_points` of the architecture and of the
+    parts in which it will be cut.
     """
     assert checkpoint.scheme is None, "what is quantized already cannot be rotated"
     a = checkpoint.architecture
-    source = _RotatedSource(checkpoint, seed, mix_points(a.intermediate) if online else 0)
+    points = mix_points(a.intermediate, parts) if online else 0
+    source = _RotatedSource(checkpoint, seed, points)
+    other = f"|{points}" if online and points != mix_points(a.intermediate) else ""
 
     def identity() -> str:
-        known = f"{checkpoint.identity}|rotated {_VERSION}|{seed}|{online}"
+        known = f"{checkpoint.identity}|rotated {_VERSION}|{seed}|{online}{other}"
         return hashlib.sha256(known.encode()).hexdigest()
 
     return Checkpoint(
@@ -55,15 +58,24 @@ def rotated(checkpoint: Checkpoint, *, seed: int = 0, online: bool) -> Checkpoin
     )
 
 
-def for_rounding(checkpoint: Checkpoint, scheme: Scheme, *, seed: int = 0, online: bool) -> tuple[Checkpoint, Scheme]:
+def for_rounding(
+    checkpoint: Checkpoint, scheme: Scheme, *, seed: int = 0, online: bool, parts: int = 1
+) -> tuple[Checkpoint, Scheme]:
     """The rotated model, and the scheme that it has once it is rounded to `scheme`: with what is left to mix."""
-    points = mix_points(checkpoint.architecture.intermediate) if online else 0
-    return rotated(checkpoint, seed=seed, online=online), msgspec.structs.replace(scheme, mix=points)
+    points = mix_points(checkpoint.architecture.intermediate, parts) if online else 0
+    turned = rotated(checkpoint, seed=seed, online=online, parts=parts)
+    return turned, msgspec.structs.replace(scheme, mix=points)
 
 
-def for_loading(checkpoint: Checkpoint, scheme: Scheme) -> tuple[Checkpoint, Scheme]:
-    """What a float checkpoint that is to be rounded to `scheme` is read as, and the scheme that it has then."""
-    return for_rounding(checkpoint, scheme, online=True) if scheme.method == "int8" else (checkpoint, scheme)
+def for_loading(checkpoint: Checkpoint, scheme: Scheme, parts: int = 1) -> tuple[Checkpoint, Scheme]:
+    """
+    What a float checkpoint that is to be rounded to `scheme` is read as, and the scheme that it has then.
+
+    The MLP's channels will be cut in `parts`.
+    """
+    if scheme.method != "int8":
+        return checkpoint, scheme
+    return for_rounding(checkpoint, scheme, online=True, parts=parts)
 
 
 def hartley(points: int) -> Tensor:

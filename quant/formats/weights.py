@@ -9,6 +9,7 @@ A weight is [out, in]: out output channels, in input columns, as torch.nn.Linear
 it stands for; how they lie in a file is the business of `quant.formats.layouts`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -157,3 +158,44 @@ def _stack_affine(weights: Sequence[Affine]) -> Affine | None:
         zero = torch.cat(zeros)
     scale = torch.cat([weight.scale for weight in weights])
     return Affine(torch.cat([weight.codes for weight in weights]), scale, zero, first.columns, first.bits)
+
+
+def cut(weight: Tensor | Quantized, rows: slice, columns: slice) -> Tensor | Quantized:
+    """
+    Part of a weight, contiguous, with the same numbers: what `dense` gives is that part of what it gave.
+
+    Groups that straddle an end of `columns` keep their scale for what is left of them.
+    """
+    if isinstance(weight, Tensor):
+        return weight[rows, columns].contiguous()
+    if isinstance(weight, Affine):
+        return _cut_affine(weight, rows, columns)
+    if isinstance(weight, Fp8):
+        scale = weight.scale if weight.scale.shape[0] == 1 else weight.scale[rows]
+        return Fp8(weight.values[rows, columns].contiguous(), scale.contiguous())
+    if isinstance(weight, LlmInt8):
+        return LlmInt8(weight.codes[rows, columns].contiguous(), weight.absmax[rows].contiguous())
+    return weight.dense(weight.dtype)[rows, columns].contiguous()  # its blocks run on from row to row
+
+
+SMALL_GROUP = 32  # columns; groups below it are better told apart by their numbers, as no kernel knows them
+
+
+def _cut_affine(weight: Affine, rows: slice, columns: slice) -> Affine:
+    codes = weight.codes[rows, columns].contiguous()
+    scale, zero, of_column = weight.scale[rows], None if weight.zero is None else weight.zero[rows], None
+    if weight.groups > 1:
+        start, stop, _ = columns.indices(weight.shape[1])
+        size, odd = divmod(weight.shape[1], weight.groups)
+        common = math.gcd(size, start, stop - start)
+        if weight.columns is None and not odd and common >= min(size, SMALL_GROUP):
+            used = torch.arange(start, stop, common) // size  # finer groups, several with one scale
+        else:
+            groups = weight.column_groups[columns]
+            used = torch.unique(groups)
+            of_column = torch.searchsorted(used, groups).int()
+        scale = scale[:, used]
+        zero = None if zero is None else zero[:, used]
+        if len(used) == 1:
+            of_column = None
+    return Affine(codes, scale.contiguous(), None if zero is None else zero.contiguous(), of_column, weight.bits)

@@ -15,10 +15,11 @@ from engine.config import EngineOptions
 from gateway.config import GatewayOptions
 from launch import address, fleet, probe, serve, valkey
 from launch.errors import UserError
-from launch.options import OPTIONS, ServeOptions, read_options
+from launch.options import OPTIONS, RANKS_MAX, ServeOptions, read_options
 from launch.sizes import KvMemory
 from launch.store import Model
 from launch.supervise import python_command
+from telemetry import vocabulary
 
 MIB = 1 << 20
 
@@ -64,6 +65,9 @@ GIVEN = {
     "quantization": "int8",
     "kv_dtype": "fp8",
     "replicas": "2",
+    "tensor_parallel": "2",
+    "pipeline_parallel": "3",
+    "rank_timeout_s": "0.5",
     "workers": "2",
     "routing": "least-tokens",
     "threads": "3",
@@ -166,6 +170,46 @@ def test_replicas_share_memory_and_have_their_own_names_and_sockets(
     assert [(engine.threads, engine.cpus) for engine in engines] == [(2, (0, 1)), (2, (2, 3)), (2, (4, 5))]
     assert [child.name for child in fleet.engine_children(engines)] == ["engine-0", "engine-1", "engine-2"]
     assert [child.name for child in fleet.engine_children(engines[:1])] == ["engine"]
+
+
+def test_ranks_have_processors_of_their_own_within_their_replicas(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "usable_cpus", lambda: tuple(range(4)))
+    options = read_options({"replicas": "2", "tensor_parallel": "2", "kv_memory": "64MiB"}, {})
+    engines = fleet.all_engines(serve.engine_options(options, model, Path("/p"), 64 * MIB), options, Path("/run"))
+    assert [engine.rank_cpus for engine in engines] == [((0,), (1,)), ((2,), (3,))]
+    assert [(engine.threads, engine.cpus) for engine in engines] == [(1, (0,)), (1, (2,))]  # those of rank 0
+    assert {(engine.kv_memory_bytes, engine.tensor_parallel) for engine in engines} == {(32 * MIB, 2)}
+    assert [child.name for child in fleet.engine_children(engines)] == ["engine-0", "engine-1"]
+
+
+def test_ranks_share_the_weights_of_their_replica(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "available_bytes", lambda: 64 * MIB + model.size_bytes)
+    options = read_options({"tensor_parallel": "8", "kv_memory": "64MiB"}, {})
+    assert serve.check_memory(options, model) == 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"replicas": "0", "tensor_parallel": "2"}, "--tensor-parallel 2: --replicas 0 starts no engine here; say it"),
+        ({"replicas": "0", "pipeline_parallel": "3"}, "--pipeline-parallel 3: --replicas 0 starts no engine here"),
+        (
+            {"tensor_parallel": "13", "pipeline_parallel": "5"},
+            "--tensor-parallel 13 and --pipeline-parallel 5 are 65 ranks: more than 64 are not supported",
+        ),
+    ],
+)
+def test_ranks_that_cannot_be(given: dict[str, str | bool | tuple[str, ...] | None], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        serve.check_ranks(read_options(given, {}))
+
+
+def test_as_many_ranks_as_telemetry_knows_are_accepted() -> None:
+    assert RANKS_MAX == vocabulary.RANKS_MAX
+    serve.check_ranks(read_options({"tensor_parallel": "8", "pipeline_parallel": "8", "draft_model": "m"}, {}))
+    serve.check_ranks(read_options({"replicas": "0"}, {}))
 
 
 def test_workers_share_a_socket_and_know_each_other(model: Model) -> None:

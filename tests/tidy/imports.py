@@ -79,7 +79,7 @@ TABLE = (
     ),
     Row(
         "engine shell",
-        ("engine.loop", "engine.server", "engine.strangers", "engine.__main__"),
+        ("engine.loop", "engine.server", "engine.strangers", "engine.group", "engine.__main__"),
         ("engine", "telemetry"),
         ("litestar", *STORES),
     ),

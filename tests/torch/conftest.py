@@ -3,10 +3,12 @@ Models for the tests of the device ring.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.torch.ranks.processes import RankProcesses, rank_processes
 from tests.torch.tiny import write_model
 
 
@@ -22,3 +24,10 @@ def gguf_file(request: pytest.FixtureRequest) -> Path:
     named = os.environ.get("PELLUCID_TEST_GGUF")
     path: Path = Path(named) if named else request.getfixturevalue("default_model")
     return path
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[RankProcesses]:
+    """Up to four ranks."""
+    with rank_processes() as ranks:
+        yield ranks

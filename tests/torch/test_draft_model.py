@@ -165,7 +165,7 @@ def test_both_models_are_counted_before_either_is_loaded(
         needed_bytes(choose_form(open_checkpoint(model), asked), facts.blocks_max, asked)
         for model, facts in ((tiny_model, device.facts), (draft_model, drafter.facts))
     ]
-    monkeypatch.setattr(runner, "_load_model", None)  # nobody comes so far
+    monkeypatch.setattr(runner, "_load_native", None)  # nobody comes so far
     monkeypatch.setattr(runner, "memory_bytes", lambda: sum(needed) - 1)
     with pytest.raises(MemoryShort, match="GiB are free"):
         load_pair(asked)

@@ -103,9 +103,9 @@ def test_threads_that_find_no_room_are_refused(isa: str, tmp_path: Path, monkeyp
     asked = EngineOptions(
         model=str(model), model_name="m", listen="", dtype="bfloat16", kv_memory_bytes=1 << 20, threads=64
     )
-    monkeypatch.setattr(runner, "_load_model", None)  # nobody comes so far
+    monkeypatch.setattr(runner, "_load_native", None)  # nobody comes so far
     form = choose_form(open_checkpoint(model), asked)
-    needed = needed_bytes(form, runner.blocks_within(form, asked.kv_memory_bytes), asked)
+    needed = needed_bytes(form, runner.blocks_within(form, asked.kv_memory_bytes, asked), asked)
     assert needed > 150 << 20
     monkeypatch.setattr(runner, "memory_bytes", lambda: needed - 1)
     with pytest.raises(MemoryShort, match=r"and 64 threads take .* GiB are free: choose fewer --threads"):

@@ -13,7 +13,7 @@ from engine.api import Sampling
 from engine.device.compute import from_logits
 from engine.device.native.library import instruction_sets
 from engine.device.native.sampling import NativeDraw
-from engine.device.sampler import Draw, choose, needs_logits
+from engine.device.sampler import Draw, choose, logits_wanted
 from engine.plan import SampleSpec, SliceResult
 from tests.torch.kernels import native
 
@@ -35,7 +35,7 @@ DRAWING: dict[str, Draw | None] = {"by": None}
 def _sample(rows: Sequence[Logits], specs: Sequence[SampleSpec]) -> list[SliceResult]:
     logits = torch.tensor(np.stack(rows[: len(specs)]))
     with torch.inference_mode():
-        return choose(from_logits(logits, [needs_logits(spec) for spec in specs]), specs, DRAWING["by"])
+        return choose(from_logits(logits, [logits_wanted(spec) for spec in specs]), specs, DRAWING["by"])
 
 
 def _adjusted(logits: Logits, spec: SampleSpec) -> Real:

@@ -101,9 +101,9 @@ class NativeModel:
         if self._handle is not None:
             self._library.close(self._handle)
 
-    def compute(self, plan: StepPlan, wanted: Sequence[bool]) -> Computed:
+    def compute(self, plan: StepPlan, wanted: Sequence[int]) -> Computed:
         """One call."""
-        return self._step(plan, [len(sampling_rows(piece)) for piece in plan.slices], wanted)
+        return self._step(plan, [len(sampling_rows(piece)) for piece in plan.slices], [count != 0 for count in wanted])
 
     def logits(self, plan: StepPlan) -> Tensor:
         """All rows."""

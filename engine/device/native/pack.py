@@ -62,7 +62,7 @@ class Packer:
         weights, a = self.weights, self.weights.architecture
         yield "embedding", _bits(_columns(weights.embedding().to(torch.bfloat16), WIDE))
         yield "norm", _floats(weights.norm())
-        head = weights.embedding() if weights.checkpoint.tied else weights.head()
+        head = weights.head()
         scheme = weights.scheme
         if scheme is not None and scheme.activations == "int8":
             yield from self._linear("head", Linear((round_weight(head.float(), scheme),), None))
