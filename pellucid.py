@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import click
 
+from bench.command import bench
 from launch.errors import UserError
 from launch.flags import ENGINE_OPTIONS, flags, options_of
 from launch.keys import keys
@@ -96,6 +97,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+cli.add_command(bench)
 cli.add_command(keys)
 cli.add_command(quantize)
 

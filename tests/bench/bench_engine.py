@@ -26,6 +26,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as engine.__main__ does, bef
 
 import msgspec
 
+from bench.host import commit, host
 from engine.__main__ import scheduler_config
 from engine.api import GenerateRequest, Message, Sampling, StepFrame, encode
 from engine.config import EngineOptions
@@ -41,7 +42,7 @@ from launch.store import Model, Store, data_dir
 from quant.formats.checkpoint import open_checkpoint
 from telemetry.records import STEP_PARTS, StepRecord
 from tests.bench.int8_step import resident_bytes
-from tests.bench.machine import ROOT, Machine, commit, host
+from tests.bench.machine import ROOT, Machine
 
 SLOTS = 38_400  # of KV memory, for both sides
 SEQUENCES_MAX = 64

@@ -41,11 +41,11 @@ import httpx
 import msgspec
 import uvloop
 
+from bench.host import commit, host
 from cache.accounts import Limits
 from engine.api import FrameReader, GenerateRequest, Hello, Sampling, StepFrame, decode_frame, encode
 from gateway.config import GatewayOptions
 from gateway.tokens import load
-from tests.bench.machine import commit, host
 from tests.cache import servers
 from tests.http.guard import Guard
 from tests.http.model_files import write_model

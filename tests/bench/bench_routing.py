@@ -36,6 +36,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from bench.host import commit, host
 from cache.accounts import Limits
 from cache.connection import Store as RedisStore
 from cache.keys import Keys
@@ -45,7 +46,6 @@ from engine.config import EngineOptions
 from gateway.config import POLICIES, REDIS_URL_VARIABLE, GatewayOptions, Policy
 from launch.known import DEFAULT_MODEL
 from launch.store import Store, data_dir
-from tests.bench.machine import commit, host
 from tests.bench.routing_loads import NAME, TENANTS, Talk, chats, replay
 from tests.cache import servers
 

@@ -35,6 +35,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as engine.__main__ does, bef
 
 import msgspec
 
+from bench.host import commit, host
 from engine.__main__ import scheduler_config
 from engine.api import GenerateRequest, Sampling
 from engine.config import EngineOptions
@@ -47,7 +48,7 @@ from launch.known import DEFAULT_MODEL
 from launch.parse import DRAFTS_AUTO_MAX
 from launch.store import Store, data_dir
 from tests.bench.draft_pairs import deeper, shallow
-from tests.bench.machine import Machine, commit, host
+from tests.bench.machine import Machine
 
 BITE_NS = 50_000_000
 PROMPTS = Path(__file__).with_name("speculate_prompts.toml")

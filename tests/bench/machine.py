@@ -7,7 +7,6 @@ Two cores on one L3 hand a cache line over in about 30 ns and read about 35 GB/s
 
 import ctypes
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -80,18 +79,3 @@ def busy_s() -> float:
         return 0.0
     user, nice, system, _idle, _wait, irq, softirq, steal = map(int, stat.read_text().split("\n", 1)[0].split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def commit() -> str:
-    """The commit that is measured, with a plus where files differ from it; empty outside a clone."""
-    git = ["git", "describe", "--always", "--abbrev=10", "--dirty=+"]
-    return subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def host() -> str:
-    """Processor, cores, kernel."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    processor = names[0] if names else platform.processor() or platform.machine()
-    return f"{platform.node()}: {processor}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"

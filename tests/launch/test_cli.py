@@ -75,6 +75,10 @@ def model_file(tmp_path: Path) -> Path:
         (["engine", "--listen", "0.0.0.0:9000"], "--listen: '0.0.0.0:9000' is no address such as tcp://"),
         (["engine", "--listen", "tcp://127.0.0.1:0"], "engines on a network need a secret"),
         (["engine", "--listen", "tcp://127.0.0.1:0", "--port", "1"], "unknown option --port"),
+        (["bench", "scaling", "--ranks", "1,x"], "--ranks: 'x' is not a whole number; counts with commas between them"),
+        (["bench", "scaling", "--ranks", "65"], "--ranks: 65 is not in 1 .. 64"),
+        (["bench", "scaling", "--", "--threads=2"], "--threads behind `--`: the comparison sets it itself"),
+        (["bench", "scaling", "--model", "absent.gguf"], "no such model file"),
         (["keys", "revoke", "x"], "KEY_ID is the 16 characters"),
         (["keys", "create", "--expires-in", "soon"], "'soon' is no duration such as 30d"),
         (["keys", "create", "--spend-per-day", "nan"], "'nan' is no amount of money"),
@@ -199,7 +203,7 @@ def test_help_loads_nothing_heavy_and_is_quick(tmp_path: Path) -> None:
     assert time.monotonic() - started_s < 5.0  # torch alone would take longer on a busy machine
 
 
-HELPS = [["serve"], ["engine"], ["model", "pull"], ["model", "list"]]
+HELPS = [["serve"], ["engine"], ["bench", "scaling"], ["model", "pull"], ["model", "list"]]
 HELPS += [["keys", command] for command in ("create", "list", "revoke", "rotate", "tenant", "tenants", "organisation")]
 
 

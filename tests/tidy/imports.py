@@ -119,7 +119,18 @@ TABLE = (
         (),
         ("torch", "numpy", "msgspec", "litestar", *STORES),
     ),
-    Row("command line", ("pellucid",), ("launch", "quant.command"), ("torch", "litestar", "uvicorn", "transformers")),
+    Row(
+        "bench",
+        ("bench",),
+        ("bench", "launch"),
+        ("torch", "litestar", "uvicorn", "transformers", "opentelemetry", *STORES),
+    ),
+    Row(
+        "command line",
+        ("pellucid",),
+        ("launch", "quant.command", "bench.command"),
+        ("torch", "litestar", "uvicorn", "transformers"),
+    ),
 )
 OURS = frozenset(prefix.partition(".")[0] for row in TABLE for prefix in row.modules)
 

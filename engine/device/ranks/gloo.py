@@ -92,8 +92,9 @@ class Gloo:
         self._store = PrefixStore(name, store)
         self._lost: RankLost | None = None
         self._outgoing = torch.empty(0, dtype=torch.uint8)
+        self._leaving = self._outgoing  # What _unsent reads.
         self._incoming = [self._outgoing] * size
-        self._unsent: list[tuple[int, Work]] = []  # At most one exchange's, from _outgoing.
+        self._unsent: list[tuple[int, Work]] = []  # At most one exchange's.
         ids = self._meet(clock_id, start_s)
         self._group: ProcessGroupGloo | None = self._connect(address, start_s)
         self._clocks = Clocks(self, ids, clock)
@@ -173,8 +174,8 @@ class Gloo:
     def _write(self, stamp_ns: int, values: Tensor) -> None:
         """The message that goes out: a stamp, then float32 values."""
         length = STAMP_BYTES + values.nbytes
-        if self._unsent:  # gloo reads the last one still, so that one goes with its work.
-            self._outgoing = torch.empty(2 * length, dtype=torch.uint8)
+        if self._unsent:  # gloo still reads the last one; what was left before that has gone since.
+            self._outgoing, self._leaving = self._leaving, self._outgoing
         if self._outgoing.numel() < length:
             self._outgoing = torch.empty(2 * length, dtype=torch.uint8)
         self._outgoing[:STAMP_BYTES].view(torch.int64)[0] = stamp_ns

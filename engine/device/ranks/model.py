@@ -60,7 +60,7 @@ class SplitModel:
         found = report(own, wanted, self._parts[0], len(plan.slices))
         gathered = self._gather(found, [_length(part, wanted, len(plan.slices)) for part in self._parts])
         merging_ns = monotonic_ns()
-        computed = _merged(gathered, self._parts, wanted, len(plan.slices), self._vocab_size)
+        computed = merged(gathered, self._parts, wanted, len(plan.slices), self._vocab_size)
         batch_ns = own.batch_ns + told_ns - began_ns + monotonic_ns() - merging_ns
         return replace(computed, batch_ns=batch_ns, parts=own.parts)
 
@@ -142,9 +142,10 @@ def _length(part: Span, wanted: Sequence[int], slices: int) -> int:
     return slices + 3 * len(wanted) + sum(each)
 
 
-def _merged(
+def merged(
     reports: Sequence[Tensor], parts: Sequence[Span], wanted: Sequence[int], slices: int, vocab_size: int
 ) -> Computed:
+    """What the `reports` of all ranks come to."""
     broken = torch.stack([found[:slices] for found in reports]).amax(0).nonzero()[:, 0].tolist()
     knowing = [(found, part) for found, part in zip(reports, parts, strict=True) if part.length]
     rows = torch.stack([found[slices : slices + 3 * len(wanted)].view(3, -1) for found, _ in knowing]).tolist()
