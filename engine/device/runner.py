@@ -185,8 +185,6 @@ def _load_native(
                 blocks_max=blocks_max,
                 threads=torch.get_num_threads(),
                 cache=options.packed_directory,
-                part="" if seat is None else repr(weights.part),
-                head_vocab=weights.part.vocab.length,
                 interconnect=None if seat is None else seat.interconnect,
             )
         except Unpackable as reason:
@@ -279,7 +277,13 @@ def _working_bytes(form: Form, a: Architecture, options: EngineOptions) -> int:
         return 0
     context_max = _context_max(a, options.context_max)
     rows_max = min(options.tokens_step_max, context_max)
-    return working_bytes(a, threads=options.threads or threads(), rows_max=rows_max, context_max=context_max)
+    return working_bytes(
+        a,
+        threads=options.threads or threads(),
+        rows_max=rows_max,
+        context_max=context_max,
+        ranks=options.tensor_parallel,
+    )
 
 
 def blocks_within(form: Form, kv_memory_bytes: int, options: EngineOptions) -> int:

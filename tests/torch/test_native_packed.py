@@ -23,6 +23,7 @@ from engine.device.native.memory import ALIGNED, Arrays
 from engine.device.native.model import NativeModel
 from engine.device.native.pack import PACKED_VERSION, Packer
 from engine.device.native.packed_file import FILES_MAX, BrokenFile, packed_path, read_packed, write_packed
+from engine.device.ranks.shard import Shard, shards
 from engine.device.weights import Weights
 from quant.formats import checkpoint
 from quant.formats.checkpoint import open_checkpoint
@@ -119,13 +120,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bfloat16_model(tmp_path_factory.mktemp("packed") / "model", {})
 
 
-def _start(directory: Path, cache: Path | str, part: str = "") -> NativeModel:
+def _start(directory: Path, cache: Path | str, shard: Shard | None = None) -> NativeModel:
     if not instruction_sets():
         pytest.skip("no instruction set of the native kernels")
-    weights = Weights(open_checkpoint(directory), torch.bfloat16, AT_LOAD["int8"])
+    weights = Weights(open_checkpoint(directory), torch.bfloat16, AT_LOAD["int8"], shard)
     return load_native(
         native(instruction_sets()[0]), weights, kv_int8=True, context_max=100, blocks_max=8, threads=1,
-        cache=str(cache), part=part,
+        cache=str(cache),
     )  # fmt: skip
 
 
@@ -143,8 +144,8 @@ def test_a_later_start_packs_nothing(directory: Path, tmp_path: Path, monkeypatc
 
 def test_each_part_of_a_model_has_a_file(directory: Path, tmp_path: Path) -> None:
     """So that no rank takes another one's weights for its own."""
-    for part in ("", "1 of 2", "2 of 2"):
-        _start(directory, tmp_path, part)
+    for shard in (None, *shards(open_checkpoint(directory).architecture, AT_LOAD["int8"], tensor=2)):
+        _start(directory, tmp_path, shard)
     assert len(list(tmp_path.glob("*.packed"))) == 3
 
 

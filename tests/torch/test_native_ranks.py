@@ -7,12 +7,11 @@ Ranks are threads here, each with its own model and its own mapping.
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
 from typing import cast
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -26,13 +25,12 @@ from engine.device.native.load import load_native
 from engine.device.native.model import NativeModel
 from engine.device.ranks.book import Interconnect
 from engine.device.ranks.collective import Collective, RankLost, Stamps
+from engine.device.ranks.shard import shards
 from engine.device.ranks.shared_memory import SharedMemory
-from engine.device.weights import LayerWeights, Linear, Weights
+from engine.device.weights import Weights
 from engine.plan import Slice, StepPlan
-from quant.formats.architecture import Architecture
-from quant.formats.checkpoint import Checkpoint, open_checkpoint
-from quant.formats.scheme import Scheme
-from quant.formats.weights import Quantized
+from quant.formats.checkpoint import open_checkpoint
+from quant.formats.rounding import AT_LOAD
 from tests.torch.kernels import in_chunks, native, native_model
 from tests.torch.native_oracle import oracle
 from tests.torch.test_native_decoder import CLOSE
@@ -47,62 +45,6 @@ CHANGES: dict[str, object] = {
 COUNTS = [1, 2, 3, 20, 50, 1]  # rows of a step: alone, by channels, by rows
 TOKENS = tuple(torch.randint(0, 259, (sum(COUNTS),), generator=torch.Generator().manual_seed(3)).tolist())
 CHUNKS = table(0, len(TOKENS))
-
-
-@dataclass(frozen=True)
-class Part:
-    """What `Weights` are to a packer: those of one rank of several, as even parts of a float checkpoint."""
-
-    whole: Weights
-    rank: int
-    ranks: int
-
-    @property
-    def architecture(self) -> Architecture:
-        a = self.whole.architecture
-        parts = {name: getattr(a, name) // self.ranks for name in ("heads", "kv_heads", "intermediate")}
-        return msgspec.structs.replace(a, **parts)
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        return self.whole.checkpoint
-
-    @property
-    def scheme(self) -> Scheme | None:
-        return None
-
-    def activations(self, weight: Tensor | Quantized) -> str:
-        return "float"
-
-    def embedding(self) -> Tensor:
-        return self.whole.embedding()
-
-    def norm(self) -> Tensor:
-        return self.whole.norm()
-
-    def head(self) -> Tensor:
-        return self._cut(self.whole.head())
-
-    def layer(self, index: int) -> LayerWeights:
-        layer, a = self.whole.layer(index), self.whole.architecture
-        return replace(
-            layer,
-            qkv=self._rows(layer.qkv, [a.query_size, a.kv_size, a.kv_size]),
-            output=self._columns(layer.output),
-            gate_up=self._rows(layer.gate_up, [a.intermediate, a.intermediate]),
-            down=self._columns(layer.down),
-        )
-
-    def _cut(self, values: Tensor, axis: int = 0) -> Tensor:
-        return values.tensor_split(self.ranks, axis)[self.rank].contiguous()
-
-    def _rows(self, linear: Linear, sizes: list[int]) -> Linear:
-        weight, bias = cast(Tensor, linear.weights[0]), cast(Tensor, linear.bias)
-        rows = torch.cat([self._cut(one) for one in weight.split(sizes)])
-        return Linear((rows,), torch.cat([self._cut(one) for one in bias.split(sizes)]))
-
-    def _columns(self, linear: Linear) -> Linear:
-        return Linear((self._cut(cast(Tensor, linear.weights[0]), 1),), None if self.rank else linear.bias)
 
 
 class Passed:
@@ -138,46 +80,54 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bfloat16_model(tmp_path_factory.mktemp("ranks") / "model", CHANGES, seed=8)
 
 
-def _model(directory: Path, collective: Collective, threads: int) -> tuple[NativeModel, Interconnect]:
-    whole = Weights(open_checkpoint(directory), torch.bfloat16)
-    part = Part(whole, collective.rank, collective.size)
-    interconnect = Interconnect(collective)
+def _model(
+    directory: Path, collective: Collective, threads: int, *, int8: bool = False
+) -> tuple[NativeModel, Interconnect]:
+    checkpoint, interconnect = open_checkpoint(directory), Interconnect(collective)
+    rounding = AT_LOAD["int8"] if int8 else None
+    shard = shards(checkpoint.architecture, rounding, tensor=collective.size)[collective.rank]
     model = load_native(
         native(ISA),
-        cast(Weights, part),
+        Weights(checkpoint, torch.bfloat16, rounding, shard),
         kv_int8=False,
         context_max=256,
         blocks_max=64,
         threads=threads,
         cache="",
-        head_vocab=len(part.head()),
         interconnect=interconnect,
     )
     return model, interconnect
 
 
-def _logits(directory: Path, size: int, threads: int, *, called_back: bool = False) -> tuple[Tensor, ...]:
+def _logits(
+    directory: Path, size: int, threads: int, *, int8: bool = False, called_back: bool = False
+) -> tuple[Tensor, ...]:
     """Of each rank: those of its part of the vocabulary."""
 
     def work(rank: SharedMemory) -> Tensor:
-        model, _ = _model(directory, Passed(rank) if called_back else rank, threads)
+        model, _ = _model(directory, Passed(rank) if called_back else rank, threads, int8=int8)
         with torch.inference_mode():
             return in_chunks(model, TOKENS, COUNTS, CHUNKS)
 
     return tuple(together(members(ISA, size, 1000), work))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_equal_torch(size: int, directory: Path) -> None:
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_equal_torch(size: int, form: str, directory: Path) -> None:
     """And have the same bits however many threads share the work, and whoever makes the exchange."""
-    weights = Weights(open_checkpoint(directory), torch.float32)
+    int8 = form == "int8"
+    weights = Weights(open_checkpoint(directory), torch.float32, AT_LOAD["int8"] if int8 else None)
     piece = Slice(sequence=1, start=0, tokens=TOKENS, blocks=CHUNKS)
     expected = oracle(weights, kv_int8=False, blocks_max=64).logits(StepPlan(step_id=1, slices=(piece,)))
-    found = _logits(directory, size, 1)
+    found = _logits(directory, size, 1, int8=int8)
     off = (torch.cat(found, 1) - expected).abs() / expected.abs().max()
-    mean, worst = CLOSE["bf16"]
+    mean, worst = CLOSE[form]
     assert float(off.square().mean().sqrt()) < mean and float(off.max()) < worst
-    for others in (_logits(directory, size, 2), _logits(directory, size, 1, called_back=True)):
+    for others in (
+        _logits(directory, size, 2, int8=int8),
+        _logits(directory, size, 1, int8=int8, called_back=True),
+    ):
         assert all(torch.equal(one, other) for one, other in zip(found, others, strict=True))
 
 

@@ -22,34 +22,32 @@ def load_native(
     blocks_max: int,
     threads: int,
     cache: str,
-    part: str = "",
-    head_vocab: int | None = None,
     interconnect: Interconnect | None = None,
 ) -> NativeModel:
     """
-    `cache` is the directory for packed weights; empty: they are not kept.  `part` says which part of the model the
-    weights of this rank are, if not all.  Raises ModelError and Unpackable.
+    `cache` is the directory for packed weights; empty: they are not kept.  `interconnect` is the way to the ranks that
+    have the other parts.  Raises ModelError and Unpackable.
     """
     return NativeModel(
         library,
-        _packed(library, weights, cache, part),
+        _packed(library, weights, cache),
         weights.architecture,
         context_max=context_max,
         blocks_max=blocks_max,
         kv_int8=kv_int8,
         mix=0 if weights.scheme is None else weights.scheme.mix,
         threads=threads,
-        head_vocab=head_vocab,
+        head_vocab=weights.part.vocab.length,
         interconnect=interconnect,
     )
 
 
-def _packed(library: Library, weights: Weights, cache: str, part: str) -> Arrays:
+def _packed(library: Library, weights: Weights, cache: str) -> Arrays:
     packer = Packer(library, weights)
     if not cache:
         return gathered(packer.arrays())
     source = (weights.checkpoint.identity, repr(weights.scheme), str(weights.dtype))
-    path = packed_path(Path(cache), (*source, part) if part else source)
+    path = packed_path(Path(cache), source if weights.shard is None else (*source, repr(weights.shard)))
     try:
         return read_packed(path)
     except (OSError, BrokenFile):  # not there, or of no use

@@ -65,19 +65,19 @@ class NativeModel:
         kv_int8: bool,
         mix: int,
         threads: int,
-        head_vocab: int | None = None,
+        head_vocab: int,
         interconnect: Interconnect | None = None,
     ) -> None:
         """
         `architecture` is that of this rank's part, but for its vocabulary, which is the embedding's; the head's part of
-        it, and so the width of the logits, is `head_vocab` (None: all).
+        it, and so the width of the logits, is `head_vocab`.
         """
         self.name = f"native {library.isa}"
         self.tiles = "int8 kv" if kv_int8 else "bf16 kv"
         self._library = library
         self._arrays = arrays  # the decoder points into them
         self._architecture = architecture
-        self._vocab = architecture.vocab_size if head_vocab is None else head_vocab
+        self._vocab = head_vocab
         self._exchanges = None if interconnect is None else Exchanges(interconnect, architecture.layers)
         self._hidden_bytes = 4 * (architecture.hidden + -architecture.hidden % WIDE)  # of a row that ranks sum
         self._blocks_max = blocks_max

@@ -73,10 +73,11 @@ class Interconnect:
             tally = self._tallies.setdefault(exchange, [0, 0, 0, 0])
             for place, more in enumerate((len(stamps), wait_ns, transfer_ns, len(stamps) * received_bytes)):
                 tally[place] += more
-        waited_ns = np.where(entered_ns > 0, np.maximum(0, last_ns[..., None] - entered_ns), 0)
-        for rank, (wait_ns, stamp_ns) in enumerate(zip(waited_ns.sum((0, 1)), entered_ns.max((0, 1)), strict=True)):
-            self._rank_wait_ns[rank] += int(wait_ns)
-            self._met[rank] |= bool(stamp_ns)
+        came = entered_ns != 0
+        waited_ns = np.where(came, np.maximum(0, last_ns[..., None] - entered_ns), 0)
+        for rank, (met, wait_ns) in enumerate(zip(came.any((0, 1)), waited_ns.sum((0, 1)).tolist(), strict=True)):
+            self._met[rank] = self._met[rank] or bool(met)
+            self._rank_wait_ns[rank] += wait_ns
 
     @property
     def spent_ns(self) -> int:
