@@ -90,7 +90,7 @@ class Gloo:
         self._timeout_s = timeout_s
         self._clock = clock
         self._store = PrefixStore(name, store)
-        self._lost: RankLost | None = None
+        self._lost: tuple[int, str] | None = None  # No exception: its traceback would hold the group.
         self._outgoing = torch.empty(0, dtype=torch.uint8)
         self._leaving = self._outgoing  # What _unsent reads.
         self._incoming = [self._outgoing] * size
@@ -169,7 +169,7 @@ class Gloo:
             pass  # It is for those who wait for it to say so.
         self._unsent.clear()
         self._group = None  # gloo closes the connections of a group that nobody holds.
-        self._lost = self._lost or RankLost(self.rank, "has left the group")
+        self._lost = self._lost or (self.rank, "has left the group")
 
     def _write(self, stamp_ns: int, values: Tensor) -> None:
         """The message that goes out: a stamp, then float32 values."""
@@ -204,14 +204,14 @@ class Gloo:
             finish: gloo sends when the receiver has come; wait for that now, not at the start of the next exchange.
         """
         if self._lost is not None:
-            raise RankLost(self._lost.rank, self._lost.why)
+            raise RankLost(*self._lost)
         assert self._group is not None
         missing, why = self._try_to_pass(self._group, receivers, senders, counts, finish)
         if missing:
             self._lost = self._blame(missing, why)
             self._unsent.clear()
             self._group = None  # So that those who wait for this rank notice now, not when their time is over.
-            raise self._lost
+            raise RankLost(*self._lost)
 
     def _try_to_pass(
         self,
@@ -273,7 +273,7 @@ class Gloo:
         except RuntimeError as error:
             raise RankLost(-1, f"(one of the ranks) could not be reached from {address}: {_words(error)}") from error
 
-    def _blame(self, missing: Sequence[int], why: str) -> RankLost:
+    def _blame(self, missing: Sequence[int], why: str) -> tuple[int, str]:
         """
         Who is lost.  A rank may be missing because it waits for another itself, so each says in the store for whom it
         waits; who is waited for and says nothing is the one.  The first conclusion holds for all.
@@ -293,9 +293,11 @@ class Gloo:
         asking.start()
         asking.join(BLAME_S)
         if not answers:
-            return RankLost(0, why if 0 in missing else "does not answer") if self.rank else RankLost(missing[0], why)
+            if self.rank == 0 or missing[0] == 0:
+                return missing[0], why
+            return 0, "does not answer"
         rank, _, why = answers[0].partition(" ")
-        return RankLost(int(rank), why)
+        return int(rank), why
 
     def _ask(self, missing: Sequence[int], why: str) -> str:
         """Returns: a rank, a blank, and what is wrong with it."""
