@@ -18,16 +18,6 @@ DRIFT_PPM = 15
 class Link(Protocol):
     """What carries the stamps."""
 
-    @property
-    def rank(self) -> int:
-        """Which one this is."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        ...
-
     def exchange_stamp(self, stamp_ns: int, *, receiver: int = -1, sender: int = -1) -> int:
         """Hand a stamp to one rank, or take one from it.  Raises RankLost."""
         ...
@@ -36,11 +26,11 @@ class Link(Protocol):
 class Clocks:
     """The offsets of the other ranks' clocks to this one, and their error."""
 
-    def __init__(self, link: Link, ids: Sequence[str], clock: Callable[[], int]) -> None:
-        self._link = link
+    def __init__(self, rank: int, ids: Sequence[str], clock: Callable[[], int]) -> None:
+        self._rank = rank
         self._ids = ids
         self._clock = clock
-        self._ahead_ns = [0] * link.size
+        self._ahead_ns = [0] * len(ids)
         self._estimate_error_ns = 0
         self._estimated_ns = clock()
         self._leader_ns = 0
@@ -65,38 +55,38 @@ class Clocks:
         self._leader_ns = leader_ns
         return True
 
-    def estimate(self) -> None:
+    def estimate(self, link: Link) -> None:
         """Ask each rank on another clock; all ranks call this at the same place.  Raises RankLost."""
         self._estimated_ns = self._clock()
         self._estimate_error_ns = 0
-        for asks in range(self._link.size):
+        for asks in range(len(self._ids)):
             for answers in range(asks):
                 if self._shared(asks, answers):
                     continue
-                if self._link.rank == asks:
-                    self._ask(answers)
-                elif self._link.rank == answers:
-                    self._answer(asks)
+                if self._rank == asks:
+                    self._ask(link, answers)
+                elif self._rank == answers:
+                    self._answer(link, asks)
 
-    def _ask(self, other: int) -> None:
+    def _ask(self, link: Link, other: int) -> None:
         best_ns, ahead_ns = 0, 0
         for trip in range(ROUND_TRIPS):
             asked_ns = self._clock()
-            self._link.exchange_stamp(asked_ns, receiver=other)
-            answer_ns = self._link.exchange_stamp(0, sender=other)
+            link.exchange_stamp(asked_ns, receiver=other)
+            answer_ns = link.exchange_stamp(0, sender=other)
             trip_ns = self._clock() - asked_ns
             if trip == 0 or trip_ns < best_ns:
                 best_ns, ahead_ns = trip_ns, answer_ns - (asked_ns + trip_ns // 2)
         self._learn(other, ahead_ns, best_ns)
-        self._link.exchange_stamp(ahead_ns, receiver=other)
-        self._link.exchange_stamp(best_ns, receiver=other)
+        link.exchange_stamp(ahead_ns, receiver=other)
+        link.exchange_stamp(best_ns, receiver=other)
 
-    def _answer(self, other: int) -> None:
+    def _answer(self, link: Link, other: int) -> None:
         for _ in range(ROUND_TRIPS):
-            self._link.exchange_stamp(0, sender=other)
-            self._link.exchange_stamp(self._clock(), receiver=other)
-        ahead_ns = self._link.exchange_stamp(0, sender=other)
-        self._learn(other, -ahead_ns, self._link.exchange_stamp(0, sender=other))
+            link.exchange_stamp(0, sender=other)
+            link.exchange_stamp(self._clock(), receiver=other)
+        ahead_ns = link.exchange_stamp(0, sender=other)
+        self._learn(other, -ahead_ns, link.exchange_stamp(0, sender=other))
 
     def _learn(self, other: int, ahead_ns: int, trip_ns: int) -> None:
         self._ahead_ns[other] = ahead_ns
@@ -105,7 +95,7 @@ class Clocks:
 
     @property
     def _differ(self) -> bool:
-        return not all(self._shared(0, rank) for rank in range(1, self._link.size))
+        return not all(self._shared(0, rank) for rank in range(1, len(self._ids)))
 
     def _shared(self, one: int, other: int) -> bool:
         return bool(self._ids[one]) and self._ids[one] == self._ids[other]

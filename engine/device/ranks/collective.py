@@ -23,7 +23,6 @@ class RankLost(DeviceLost):
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"rank {rank} {why}")
         self.rank = rank
-        self.why = why
 
 
 @dataclass(frozen=True, slots=True)

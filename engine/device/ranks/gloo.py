@@ -90,15 +90,16 @@ class Gloo:
         self._timeout_s = timeout_s
         self._clock = clock
         self._store = PrefixStore(name, store)
-        self._lost: RankLost | None = None
+        self._closed = False
+        self._lost: tuple[int, str] | None = None  # No exception: its traceback would hold the group.
         self._outgoing = torch.empty(0, dtype=torch.uint8)
         self._leaving = self._outgoing  # What _unsent reads.
         self._incoming = [self._outgoing] * size
         self._unsent: list[tuple[int, Work]] = []  # At most one exchange's.
         ids = self._meet(clock_id, start_s)
         self._group: ProcessGroupGloo | None = self._connect(address, start_s)
-        self._clocks = Clocks(self, ids, clock)
-        self._clocks.estimate()
+        self._clocks = Clocks(rank, ids, clock)
+        self._clocks.estimate(self)
 
     @property
     def clock_error_ns(self) -> int:
@@ -120,7 +121,7 @@ class Gloo:
         stamps = self._stamps(self._others)
         # Of rank 0's clock all ranks have the same reading, so they all find that it is time, or none does.
         if self._clocks.outdated(stamps[0]):
-            self._clocks.estimate()
+            self._clocks.estimate(self)
         return self._translated(stamps)
 
     def gather(self, values: Tensor, counts: Sequence[int]) -> tuple[list[Tensor], Stamps]:
@@ -162,14 +163,30 @@ class Gloo:
 
     def close(self) -> None:
         """Let go of what it holds, when what it sent has left; the others notice when they next wait for this one."""
-        deadline_s = time.monotonic() + self._timeout_s
+        if self._closed:
+            return
+        self._closed = True
         try:
-            _wait(self._unsent, deadline_s)
+            _wait(self._unsent, time.monotonic() + self._timeout_s)
         except RuntimeError:
             pass  # It is for those who wait for it to say so.
         self._unsent.clear()
         self._group = None  # gloo closes the connections of a group that nobody holds.
-        self._lost = self._lost or RankLost(self.rank, "has left the group")
+        if self._lost is None:
+            self._lost = self.rank, "has left the group"
+        elif self.rank == 0:
+            self._linger(self._lost[0])
+
+    def _linger(self, lost: int) -> None:
+        """The others may have noticed only just now, and ask rank 0's store who is lost."""
+        deadline_s = time.monotonic() + OTHERS_S
+        for rank in self._others:
+            if rank == lost:
+                continue
+            try:
+                self._store.wait([f"told {rank}"], _left(deadline_s))
+            except RuntimeError:
+                pass  # It computes, or is lost as well.
 
     def _write(self, stamp_ns: int, values: Tensor) -> None:
         """The message that goes out: a stamp, then float32 values."""
@@ -204,14 +221,14 @@ class Gloo:
             finish: gloo sends when the receiver has come; wait for that now, not at the start of the next exchange.
         """
         if self._lost is not None:
-            raise RankLost(self._lost.rank, self._lost.why)
+            raise RankLost(*self._lost)
         assert self._group is not None
         missing, why = self._try_to_pass(self._group, receivers, senders, counts, finish)
         if missing:
             self._lost = self._blame(missing, why)
             self._unsent.clear()
             self._group = None  # So that those who wait for this rank notice now, not when their time is over.
-            raise self._lost
+            raise RankLost(*self._lost)
 
     def _try_to_pass(
         self,
@@ -273,7 +290,7 @@ class Gloo:
         except RuntimeError as error:
             raise RankLost(-1, f"(one of the ranks) could not be reached from {address}: {_words(error)}") from error
 
-    def _blame(self, missing: Sequence[int], why: str) -> RankLost:
+    def _blame(self, missing: Sequence[int], why: str) -> tuple[int, str]:
         """
         Who is lost.  A rank may be missing because it waits for another itself, so each says in the store for whom it
         waits; who is waited for and says nothing is the one.  The first conclusion holds for all.
@@ -293,9 +310,11 @@ class Gloo:
         asking.start()
         asking.join(BLAME_S)
         if not answers:
-            return RankLost(0, why if 0 in missing else "does not answer") if self.rank else RankLost(missing[0], why)
+            if self.rank == 0 or missing[0] == 0:
+                return missing[0], why
+            return 0, "does not answer"
         rank, _, why = answers[0].partition(" ")
-        return RankLost(int(rank), why)
+        return int(rank), why
 
     def _ask(self, missing: Sequence[int], why: str) -> str:
         """Returns: a rank, a blank, and what is wrong with it."""
@@ -312,7 +331,9 @@ class Gloo:
                 break
             theirs = map(int, self._store.get(key).split())
             suspects += [rank for rank in theirs if rank != self.rank and rank not in suspects]
-        return self._store.compare_set("lost", "", lost).decode()
+        first = self._store.compare_set("lost", "", lost).decode()
+        self._store.set(f"told {self.rank}", "")
+        return first
 
 
 def _floats(message: Tensor, count: int) -> Tensor:

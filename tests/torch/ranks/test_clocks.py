@@ -26,8 +26,6 @@ class Wire:
 
     delays_ns: list[int]
     ahead_ns: int
-    rank: int = 1
-    size: int = 2
     now_ns: int = 10**12
     heard: list[int] = field(default_factory=list)
 
@@ -51,8 +49,8 @@ class Wire:
 def test_the_estimate_is_within_its_error_whichever_way_is_longer(delays_ns: list[int], ahead_ns: int) -> None:
     trips = [there + back for there, back in zip(delays_ns[::2], delays_ns[1::2], strict=True)]
     wire = Wire(list(delays_ns), ahead_ns)
-    clocks = Clocks(wire, ["one", "other"], wire.clock)
-    clocks.estimate()
+    clocks = Clocks(1, ["one", "other"], wire.clock)
+    clocks.estimate(wire)
     stamp_ns = wire.now_ns + ahead_ns
     drift_ns = sum(trips) * 15 // 1_000_000
     assert clocks.error_ns <= min(trips) // 2 + 2 + drift_ns
@@ -62,16 +60,16 @@ def test_the_estimate_is_within_its_error_whichever_way_is_longer(delays_ns: lis
 
 def test_ranks_that_share_a_clock_ask_nobody() -> None:
     wire = Wire([], 12345)
-    clocks = Clocks(wire, ["one", "one"], wire.clock)
-    clocks.estimate()
+    clocks = Clocks(1, ["one", "one"], wire.clock)
+    clocks.estimate(wire)
     assert (clocks.error_ns, clocks.here(99, 0), wire.heard) == (0, 99, [])
     assert not clocks.outdated(1) and not clocks.outdated(1 + INTERVAL_NS)
 
 
 def test_a_new_error_grows_until_the_next_estimate() -> None:
     wire = Wire([1000] * 2 * ROUND_TRIPS, 0)
-    clocks = Clocks(wire, ["one", ""], wire.clock)
-    clocks.estimate()
+    clocks = Clocks(1, ["one", ""], wire.clock)
+    clocks.estimate(wire)
     fresh_ns = clocks.error_ns
     wire.now_ns += INTERVAL_NS
     assert clocks.error_ns - fresh_ns == INTERVAL_NS * 15 // 1_000_000
