@@ -60,6 +60,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         many, what = (self.replicas, "replica") if self.replicas > 1 else (self.ranks, "rank")
         return f"{many} {what}{'s' if many > 1 else ''}"
 
+    @property
+    def straggler(self) -> tuple[str, float]:
+        """The rank that the others waited for most often, and in which share of steps; empty: there is none."""
+        return max(self.straggler_shares.items(), key=lambda item: item[1], default=("", 0.0))
+
 
 def verdict(rows: Sequence[Row], processors: int) -> str:
     """One line.  `processors`: those of this machine that may be used."""
@@ -130,8 +135,7 @@ def _loss(subject: Row, base: Row) -> str:
 
 
 def _straggler(subject: Row) -> str:
-    rank = max(subject.straggler_shares, key=lambda rank: subject.straggler_shares[rank], default="")
-    share = subject.straggler_shares.get(rank, 0.0)
+    rank, share = subject.straggler
     if share >= STRAGGLER_MIN:
         return f"rank {rank} is the straggler in {share:.0%} of steps"
     return f"no rank is the straggler in more than {share:.0%} of steps: they are disturbed in turn"

@@ -124,6 +124,7 @@ def test_options_in_the_environment_do_not_reach_what_is_compared() -> None:
     [
         ("a\npellucid: too little memory\n", "too little memory"),
         ("pellucid: first\npellucid: 3 ranks are too many\nb\n\n", "3 ranks are too many"),
+        ("pellucid engine: --tensor-parallel 5: no\nb\n", "--tensor-parallel 5: no"),
         ("a\nb\n\n", "b"),
         ("", ""),
     ],
