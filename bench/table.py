@@ -3,7 +3,6 @@ What `pellucid bench scaling` found, for programs and for people.
 """
 
 import msgspec
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -49,12 +48,17 @@ def print_report(report: Report) -> None:
 
 
 def scaling_table(report: Report) -> Table:
-    """One row for each configuration; TTFT is the time to the first token, it and gaps are in milliseconds."""
-    table = Table(box=SIMPLE, pad_edge=False)
+    """
+    One row for each configuration.
+
+    TTFT, the time to the first token, and gaps are in milliseconds; efficiency is the speedup by the number of
+    processes; others is the share of the processors' time that programs had which were not measured.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for column in (
         "tokens/s", "TTFT p50", "p99", "gap p50", "p99", "speedup", "efficiency",
-        "wait", "transfer", "idle", "straggler",
+        "wait", "transfer", "idle", "straggler", "others",
     ):  # fmt: skip
         table.add_column(column, justify="right", no_wrap=True)
     for row in report.rows:
@@ -74,4 +78,5 @@ def _cells(row: Row) -> list[str]:
         f"{row.efficiency:.2f}" if row.speedup else "",
         *(f"{share:.1%}" for share in shares),
         f"{rank}: {straggles:.0%}" if straggles else "",
+        f"{row.others_share:.0%}",
     ]
