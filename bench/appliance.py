@@ -24,6 +24,7 @@ ASK_S = 10.0
 POLL_S = 0.05
 KEPT = ("PELLUCID_KERNELS",)  # of our variables: the others would set options behind the back of the one who compares
 BANNER = re.compile(r"http://127\.0\.0\.1:\d+")
+OURS = re.compile(r"pellucid( \w+)?: ")
 PART = "pellucid_engine_step_part_seconds_total"
 STEPS = "pellucid_engine_steps_total"
 STRAGGLER = "pellucid_engine_straggler_steps_total"
@@ -153,8 +154,8 @@ async def _address(process: asyncio.subprocess.Process, log: Path) -> str:
 def last_words(log: Path) -> str:
     """The last thing that it had to say to a person, or else the last line; without the name in front."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    ours = [line for line in lines if line.startswith("pellucid: ")]
-    return (ours or lines or [""])[-1].removeprefix("pellucid: ")
+    ours = [line for line in lines if OURS.match(line)]
+    return OURS.sub("", (ours or lines or [""])[-1])
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

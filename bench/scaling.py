@@ -3,6 +3,7 @@
 """
 
 import asyncio
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import click
 import msgspec
 
 from bench.appliance import Appliance, Books, Refused, serving
-from bench.host import commit, host
+from bench.host import busy_s, commit, host, tree_s
 from bench.load import Answers, Load, ServerError, drive, warm
 from bench.table import Report, print_report
 from bench.verdict import Row, verdict
@@ -23,6 +24,7 @@ from launch.store import Model, Store, data_dir
 
 NAME = "measured"
 OURS = ("port", "host", "data-dir", "config", "model", "model-name", "engine", "replicas", "tensor-parallel", "threads")
+NS_PER_S = 1e9
 NS_PER_MS = 1e6
 US_PER_S = 1e6
 
@@ -46,6 +48,8 @@ class Sample(msgspec.Struct, frozen=True):
     answers: Answers
     books: Books
     interconnect: str
+    others_share: float
+    """Of the time of this machine's processors: what programs had that were not measured."""
 
 
 def run(settings: Settings, data: str, environ: dict[str, str], *, as_json: bool) -> int:
@@ -127,13 +131,16 @@ async def _run_once(settings: Settings, row: Row, model: Model, folder: Path, en
 async def _sample(appliance: Appliance, load: Load) -> Sample:
     await warm(appliance.session, appliance.url, NAME, load)
     before = await appliance.books()
+    others_s = busy_s() - tree_s(os.getpid())
     answers = await drive(appliance.session, appliance.url, NAME, load)
+    others_s = busy_s() - tree_s(os.getpid()) - others_s
     after = await appliance.books()
-    return Sample(answers, after.since(before), await appliance.interconnect())
+    others_share = max(0.0, others_s * NS_PER_S / answers.wall_ns / (os.cpu_count() or 1))
+    return Sample(answers, after.since(before), await appliance.interconnect(), others_share)
 
 
 def _tokens_per_s(sample: Sample) -> float:
-    return sample.answers.output_tokens * 1e9 / sample.answers.wall_ns
+    return sample.answers.output_tokens * NS_PER_S / sample.answers.wall_ns
 
 
 def summary(row: Row, samples: Sequence[Sample], base_tokens_per_s: float) -> Row:
@@ -163,6 +170,7 @@ def summary(row: Row, samples: Sequence[Sample], base_tokens_per_s: float) -> Ro
     return msgspec.structs.replace(
         row,
         interconnect=samples[-1].interconnect,
+        others_share=median(lambda one: one.others_share),
         tokens_per_s=tokens_per_s,
         rounds_tokens_per_s=tuple(map(_tokens_per_s, samples)),
         first_p50_ms=first_ms(0.5),

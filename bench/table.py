@@ -2,17 +2,14 @@
 What `pellucid bench scaling` found, for programs and for people.
 """
 
-import sys
-
 import msgspec
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from bench.verdict import Row
 
 FORMAT = 1
-PLAIN_COLUMNS = 120
+COLUMNS_MIN = 120
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,9 +29,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def print_report(report: Report) -> None:
     """The table, where and what was measured, and the verdict."""
-    console = Console(
-        width=None if sys.stdout.isatty() else PLAIN_COLUMNS, highlight=False, soft_wrap=True, markup=False
-    )
+    terminal = Console()
+    columns = max(terminal.width, COLUMNS_MIN) if terminal.is_terminal else COLUMNS_MIN  # wrapped is better than cut
+    console = Console(width=columns, highlight=False, soft_wrap=True, markup=False)
     console.print(scaling_table(report))
     for row in report.rows:
         if row.refused:
@@ -43,20 +40,25 @@ def print_report(report: Report) -> None:
     assert isinstance(load, dict)
     console.print(
         f"{report.model}, {load['streams']} streams of {load['requests']} requests: {load['prompt_words']} words, "
-        f"{load['output_tokens']} tokens; medians of {report.settings['rounds']} rounds; seed {load['seed']}; "
-        f"commit {report.commit or 'unknown'}"
+        f"{load['output_tokens']} tokens; times in ms, medians of {report.settings['rounds']} rounds; "
+        f"seed {load['seed']}; commit {report.commit or 'unknown'}"
     )
     console.print(f"{report.host}; {report.processors} processors may be used\n")
     console.print(report.verdict)
 
 
 def scaling_table(report: Report) -> Table:
-    """One row for each configuration."""
-    table = Table(box=SIMPLE, pad_edge=False)
+    """
+    One row for each configuration.
+
+    TTFT, the time to the first token, and gaps are in milliseconds; efficiency is the speedup by the number of
+    processes; others is the share of the processors' time that programs had which were not measured.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for column in (
-        "tokens/s", "first ms p50", "p99", "gap ms p50", "p99", "speedup", "efficiency",
-        "wait", "transfer", "idle", "straggler",
+        "tokens/s", "TTFT p50", "p99", "gap p50", "p99", "speedup", "efficiency",
+        "wait", "transfer", "idle", "straggler", "others",
     ):  # fmt: skip
         table.add_column(column, justify="right", no_wrap=True)
     for row in report.rows:
@@ -68,11 +70,13 @@ def _cells(row: Row) -> list[str]:
     if row.refused:
         return ["refused"]
     shares = [row.shares.get(part, 0.0) for part in ("interconnect_wait", "interconnect_transfer", "idle")]
+    rank, straggles = row.straggler
     return [
         f"{row.tokens_per_s:.1f}",
         *(f"{value:.1f}" for value in (row.first_p50_ms, row.first_p99_ms, row.gap_p50_ms, row.gap_p99_ms)),
         f"{row.speedup:.2f}" if row.speedup else "",
         f"{row.efficiency:.2f}" if row.speedup else "",
         *(f"{share:.1%}" for share in shares),
-        ", ".join(f"{rank}: {share:.0%}" for rank, share in row.straggler_shares.items() if share),
+        f"{rank}: {straggles:.0%}" if straggles else "",
+        f"{row.others_share:.0%}",
     ]

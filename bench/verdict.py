@@ -9,6 +9,8 @@ transfer    the wire, once all ranks have come
 idle        there is not enough load
 compute     beyond its part of what one rank computes for a token: work that every rank does, or that got slower
 rank 0      planning, sampling and the like, which the other ranks do not share
+
+Whatever it is, it is added if other programs had much of the processors, because all of this may be their doing.
 """
 
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ import msgspec
 SCALES_MIN = 0.85
 STRAGGLER_MIN = 0.5
 EXPLAINS_MIN = 0.02  # a smaller share explains nothing
+OTHERS_MAX = 0.1  # of the processors' time; more of it for other programs is to be known
 BETTER_MIN = 1.05  # replicas that give more than that many times as much are worth a word
 ALONE = ("publish", "plan", "draft", "batch", "sample", "commit")  # parts of a step that only rank 0 has
 
@@ -46,6 +49,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Of the step time: each part of a step, of rank 0."""
     part_us: dict[str, float] = {}
     """The same for each output token."""
+    others_share: float = 0.0
+    """Of the processors' time: what other programs had."""
     straggler_shares: dict[str, float] = {}
     """By rank: in how many of the steps it was the one that the others waited for."""
 
@@ -60,6 +65,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         many, what = (self.replicas, "replica") if self.replicas > 1 else (self.ranks, "rank")
         return f"{many} {what}{'s' if many > 1 else ''}"
 
+    @property
+    def straggler(self) -> tuple[str, float]:
+        """The rank that the others waited for most often, and in which share of steps; empty: there is none."""
+        return max(self.straggler_shares.items(), key=lambda item: item[1], default=("", 0.0))
+
 
 def verdict(rows: Sequence[Row], processors: int) -> str:
     """One line.  `processors`: those of this machine that may be used."""
@@ -72,18 +82,21 @@ def verdict(rows: Sequence[Row], processors: int) -> str:
         refused = base if base.refused else several[0]
         return f"no verdict: {refused.name} did not run: {refused.refused}"
     fit = [row for row in ran if row.ranks <= processors]
-    least = min(ran, key=lambda row: row.ranks)
-    if not fit:
-        return f"{_too_few(least, processors)}, {least.speedup:.2f} times as fast as one rank"
-    subject = max(fit, key=lambda row: row.ranks)
-    beyond = [row for row in ran if row.ranks > processors]
-    said = [_scales(subject, base) or _loss(subject, base)]
-    said += [_too_few(min(beyond, key=lambda row: row.ranks), processors)] if beyond else []
+    if fit:
+        subject = max(fit, key=lambda row: row.ranks)
+        beyond = [row for row in ran if row.ranks > processors]
+        said = [_scales(subject, base) or _loss(subject, base)]
+        said += [_too_few(min(beyond, key=lambda row: row.ranks), processors)] if beyond else []
+    else:
+        subject = min(ran, key=lambda row: row.ranks)
+        said = [f"{_too_few(subject, processors)}, {subject.speedup:.2f} times as fast as one rank"]
     said += [
         f"{row.name} give {row.tokens_per_s / subject.tokens_per_s:.2f} times as many tokens"
         for row in rows
         if row.replicas == subject.ranks and row.tokens_per_s > BETTER_MIN * subject.tokens_per_s
     ]
+    others = max(row.others_share for row in rows)
+    said += [f"but other programs had {others:.0%} of the processors' time"] if others > OTHERS_MAX else []
     return "; ".join(said)
 
 
@@ -130,8 +143,7 @@ def _loss(subject: Row, base: Row) -> str:
 
 
 def _straggler(subject: Row) -> str:
-    rank = max(subject.straggler_shares, key=lambda rank: subject.straggler_shares[rank], default="")
-    share = subject.straggler_shares.get(rank, 0.0)
+    rank, share = subject.straggler
     if share >= STRAGGLER_MIN:
         return f"rank {rank} is the straggler in {share:.0%} of steps"
     return f"no rank is the straggler in more than {share:.0%} of steps: they are disturbed in turn"

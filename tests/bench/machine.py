@@ -70,12 +70,3 @@ def _build() -> ctypes.CDLL | None:
     for function in (library.machine_handover_ns, library.machine_read_gbs):
         function.restype = ctypes.c_double
     return library
-
-
-def busy_s() -> float:
-    """Processor seconds that all cores together have spent on anything, ever; 0 where nobody says."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0.0
-    user, nice, system, _idle, _wait, irq, softirq, steal = map(int, stat.read_text().split("\n", 1)[0].split()[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

@@ -1,5 +1,8 @@
 """`pellucid bench scaling` without a server: what is compared, how answers and counters are read, what is summed up."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -8,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.appliance import Books, clean, last_words, read_books
+from bench.host import busy_s, tree_s
 from bench.load import Answer, Answers, Load, ServerError, read_answer
 from bench.scaling import Sample, Settings, configurations, percentile, summary
 from bench.table import Report, scaling_table
@@ -77,7 +81,7 @@ def test_counters_are_of_all_replicas_and_of_the_time_between() -> None:
 
 def sample(tokens: int, wall_ns: int, wait_s: float) -> Sample:
     answers = Answers(wall_ns, (Answer(2_000_000, (1_000_000, 3_000_000), 5, tokens),))
-    return Sample(answers, Books(10, {"compute": 1.0, "interconnect_wait": wait_s}, {"1": 8}), "gloo")
+    return Sample(answers, Books(10, {"compute": 1.0, "interconnect_wait": wait_s}, {"1": 8}), "gloo", wait_s / 10)
 
 
 def test_figures_are_medians_over_rounds() -> None:
@@ -88,7 +92,7 @@ def test_figures_are_medians_over_rounds() -> None:
     assert (found.first_p50_ms, found.gap_p50_ms, found.gap_p99_ms) == (2.0, 1.0, 3.0)
     assert found.shares == {"compute": 0.5, "interconnect_wait": 0.5}
     assert found.part_us == {"compute": 10000.0, "interconnect_wait": 10000.0}
-    assert (found.straggler_shares, found.interconnect) == ({"1": 0.8}, "gloo")
+    assert (found.straggler_shares, found.interconnect, found.others_share) == ({"1": 0.8}, "gloo", 0.1)
     assert summary(Row(processors=2), rounds, 0.0).speedup == 0  # one rank alone was refused: nothing to compare with
 
 
@@ -119,11 +123,21 @@ def test_options_in_the_environment_do_not_reach_what_is_compared() -> None:
     assert kept["PYTHONPATH"].endswith(":theirs")
 
 
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="this system does not say where processor time went")
+def test_what_a_child_has_spent_is_ours() -> None:
+    before_s, busy_before_s = tree_s(os.getpid()), busy_s()
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True, timeout=60)
+    spent_s = tree_s(os.getpid()) - before_s
+    assert 0.05 < spent_s <= busy_s() - busy_before_s + 0.1  # ticks are rounded
+    assert tree_s(2**22 + 1) == 0
+
+
 @pytest.mark.parametrize(
     ("log", "words"),
     [
         ("a\npellucid: too little memory\n", "too little memory"),
         ("pellucid: first\npellucid: 3 ranks are too many\nb\n\n", "3 ranks are too many"),
+        ("pellucid engine: --tensor-parallel 5: no\nb\n", "--tensor-parallel 5: no"),
         ("a\nb\n\n", "b"),
         ("", ""),
     ],

@@ -111,6 +111,12 @@ def test_replicas_that_give_more_are_mentioned() -> None:
     assert "replicas" not in said(wire, row(replicas=2, tokens_per_s=112.0))
 
 
+def test_other_programs_are_mentioned_whatever_is_said() -> None:
+    busy, words = msgspec.structs.replace(row(2, 180.0), others_share=0.4), "; but other programs had 40% of the"
+    assert words in said(busy) and words in said(busy, processors=1)
+    assert "other programs" not in said(msgspec.structs.replace(busy, others_share=0.1))
+
+
 def test_what_did_not_run_is_no_verdict() -> None:
     refused = Row(ranks=2, processors=2, refused="2 heads cannot be shared")
     assert said(refused) == "no verdict: 2 ranks did not run: 2 heads cannot be shared"

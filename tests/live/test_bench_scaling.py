@@ -26,21 +26,30 @@ def scaling(model: Path, *options: str) -> tuple[int, Report, str]:
     return done.returncode, msgspec.json.decode(done.stdout, type=Report), done.stderr
 
 
-def test_replicas_are_compared_with_one_rank(tiny: Path) -> None:
+def test_ranks_and_replicas_are_compared_with_one_rank(tiny: Path) -> None:
     code, report, progress = scaling(tiny, "--ranks", "1,2", "--threads", "1", "--", "--kv-memory", "16MiB")
     assert code == 0, progress
     one, ranks, replicas = report.rows
     assert (one.name, ranks.name, replicas.name) == ("1 rank", "2 ranks", "2 replicas")
-    for row in (one, replicas):
+    for row in report.rows:
         assert row.refused == "", progress
         assert row.tokens_per_s > 0 and row.first_p99_ms >= row.first_p50_ms > 0
         assert row.shares["compute"] > 0 and sum(row.shares.values()) == pytest.approx(1)
     assert (one.speedup, one.efficiency) == (1, 1)
+    assert (one.interconnect, replicas.interconnect) == ("none", "none") and ranks.interconnect != "none"
+    assert ranks.shares["interconnect_wait"] + ranks.shares["interconnect_transfer"] > 0 and ranks.straggler_shares
     assert report.verdict and progress.count("round 1 of 1: ") == 3
 
 
-def test_what_is_refused_is_a_row_that_says_so(tiny: Path) -> None:
-    code, report, _ = scaling(tiny, "--ranks", "1", "--", "--kv-memory", "900TiB")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--ranks", "1", "--", "--kv-memory", "900TiB"), "too little memory: 900 TiB"),
+        (("--ranks", "5", "--no-replicas", "--", "--kv-memory", "16MiB"), "--tensor-parallel 5: the model has 4"),
+    ],
+)
+def test_what_is_refused_is_a_row_that_says_so(options: tuple[str, ...], words: str, tiny: Path) -> None:
+    code, report, _ = scaling(tiny, *options)
     assert code == 1
-    assert "too little memory: 900 TiB" in report.rows[0].refused
+    assert report.rows[0].refused.startswith(words)
     assert report.verdict.startswith("no verdict")

@@ -26,12 +26,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.host import commit, host
+from bench.host import busy_s, commit, host
 from launch.known import DEFAULT_MODEL
 from launch.store import Store, data_dir
 from pellucid import VERSION
 from quant.text_files import tokenizing
-from tests.bench.machine import Machine, busy_s
+from tests.bench.machine import Machine
 from tests.bench.peers.servers import LLAMA_FLAGS, PELLUCID, ROOT, Running, known, llama, started
 
 CLIENT_S_MAX = 1000
