@@ -113,7 +113,8 @@ def start_group(options: EngineOptions) -> Group:
     if store is not None:
         collective = _gloo(store, common)
     assert collective is not None
-    return Group(Seat(Interconnect(collective), lines, timeout_s=options.rank_timeout_s), followers)
+    interconnect = Interconnect(collective, pipeline=options.pipeline_parallel > 1)
+    return Group(Seat(interconnect, lines, timeout_s=options.rank_timeout_s), followers)
 
 
 def _start_follower(options: EngineOptions, rank: int, line: socket.socket) -> "subprocess.Popen[bytes]":
@@ -140,7 +141,8 @@ def join_group(options: EngineOptions) -> Seat:
     else:
         store = open_store(HERE, options.meeting_port, leads=False, start_s=START_S_MAX)
         collective = _gloo(store, options)
-    return Seat(Interconnect(collective), [line], timeout_s=options.rank_timeout_s)
+    interconnect = Interconnect(collective, pipeline=options.pipeline_parallel > 1)
+    return Seat(interconnect, [line], timeout_s=options.rank_timeout_s)
 
 
 def _shared_memory(options: EngineOptions) -> SharedMemory | None:

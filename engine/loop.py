@@ -102,6 +102,7 @@ class Loop:
             "sample": result.sample_ns,
             "interconnect_wait": result.interconnect.wait_ns,
             "interconnect_transfer": result.interconnect.transfer_ns,
+            "bubble": result.interconnect.bubble_ns,
         }
         for part, spent_ns in away.items():
             self._parts[part] += spent_ns

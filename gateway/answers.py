@@ -263,6 +263,7 @@ class Interconnect(msgspec.Struct, frozen=True):
     kind: str
     wait_ns: int
     transfer_ns: int
+    bubble_ns: int
     bytes: int
     straggler: int
     exchanges: dict[str, ExchangeBook]

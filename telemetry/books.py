@@ -30,6 +30,7 @@ def step_mismatches(record: StepRecord) -> Iterator[Mismatch]:
     if lost_ns := record.imbalance():
         yield "step", lost_ns
     exchanged = record.parts.get("interconnect_wait", 0) - record.interconnect.wait_ns
+    exchanged = exchanged or record.parts.get("bubble", 0) - record.interconnect.bubble_ns
     exchanged = exchanged or record.parts.get("interconnect_transfer", 0) - record.interconnect.transfer_ns
     if lost := exchanged or record.interconnect.imbalance():
         yield "interconnect", lost

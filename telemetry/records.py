@@ -17,6 +17,7 @@ STEP_PARTS = (
     "compute",  # forward pass
     "interconnect_wait",
     "interconnect_transfer",
+    "bubble",  # the first stage of a pipeline has nothing to do: those behind it still compute
     "sample",
     "commit",
 )
@@ -100,6 +101,7 @@ class KvBook(msgspec.Struct, frozen=True):
 
 
 EXCHANGES = (
+    "plan",  # what the step is to compute, as rank 0 tells the others
     "attention",  # the sum over ranks behind each layer's attention
     "mlp",  # the sum over ranks behind each layer's MLP
     "head",  # what each rank found in its part of the vocabulary
@@ -114,7 +116,7 @@ class Exchange(msgspec.Struct, frozen=True):
     calls: int = 0
     wait_ns: int = 0  # until the last rank had come: somebody else was late
     transfer_ns: int = 0  # from then on: the wire, and the sum
-    bytes: int = 0  # that rank 0 received
+    bytes: int = 0  # that rank 0 received; those of a plan, and to the next stage, it sent
 
 
 class InterconnectBook(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +130,7 @@ class InterconnectBook(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "none"  # of the way between them; none: there is one rank
     wait_ns: int = 0  # of rank 0: a part of the step
     transfer_ns: int = 0  # of rank 0: a part of the step
+    bubble_ns: int = 0  # of the first stage of a pipeline: a part of the step
     bytes: int = 0
     straggler: int = -1  # the rank that the others waited for; -1: nobody
     exchanges: dict[str, Exchange] = {}  # of EXCHANGES

@@ -74,6 +74,32 @@ class Model(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What one stage of a pipeline hands to the next."""
+
+    rows: Tensor  # float32 [rows, hidden], contiguous; in an order of the model's own, which all stages share
+    broken: frozenset[int]
+    batch_ns: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+
+
+class StageModel(Model, Protocol):
+    """Some of the layers, which take up rows that the layers before have computed, or hand theirs on."""
+
+    def compute(self, plan: StepPlan, wanted: Sequence[int], rows_in: Tensor | None = None) -> Computed:
+        """As a `Model`; `rows_in` are those of the stage before, None in the first."""
+        ...
+
+    def pass_on(self, plan: StepPlan, rows_in: Tensor | None) -> Passed:
+        """Without the head, for the stage behind."""
+        ...
+
+    def logits(self, plan: StepPlan, rows_in: Tensor | None = None) -> Tensor:
+        """As a `Model`."""
+        ...
+
+
 def sampling_rows(piece: Slice) -> range:
     """Which rows of a slice sample: none, or the last, or one before each draft and the last."""
     count = len(piece.tokens)

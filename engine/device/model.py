@@ -44,7 +44,7 @@ class Decoder:
         embedding: Tensor,
         layers: tuple[Layer, ...],
         norm: Tensor,
-        head: Product,
+        head: Product | None,
         head_rows: int,
     ) -> None:
         self.architecture = architecture
@@ -55,14 +55,21 @@ class Decoder:
         self._norm = norm
         self._head = head
 
-    def forward(self, batch: Batch, kv: KvCache, ranks: Interconnect | None = None) -> Tensor:
+    def forward(
+        self, batch: Batch, kv: KvCache, ranks: Interconnect | None = None, rows_in: Tensor | None = None
+    ) -> Tensor:
         """
         Compute the batch's rows and write their keys and values: [padded rows, hidden], before the last norm.
 
-        `ranks` have the other parts of the model: what is added to the rows is summed over them first.
+        Args:
+            ranks: have the other parts of these layers: what is added to the rows is summed over them first.
+            rows_in: what the layers before have made of them, float32 [rows, hidden]; None: there are none.
         """
         a, kernels = self.architecture, self.kernels
-        x = F.embedding(batch.tokens, self._embedding)
+        if rows_in is None:
+            x = F.embedding(batch.tokens, self._embedding)
+        else:
+            x = F.pad(rows_in, (0, 0, 0, len(batch.tokens) - batch.rows)).to(self._embedding.dtype)
         turned = a.query_size + a.kv_size
         for layer, cache in zip(self._layers, kv.layers, strict=False):  # a shorter cache: the probe's
             qkv = layer.qkv(kernels.norm(x, layer.input_norm, a.norm_epsilon))
@@ -79,6 +86,7 @@ class Decoder:
     def logits(self, x: Tensor) -> Tensor:
         """What follows the rows `x` of `forward`: float32 [rows, vocab_size]."""
         normed = self.kernels.norm(x, self._norm, self.architecture.norm_epsilon)
+        assert self._head is not None, "only the last stage has one"
         return self._head(normed).float()
 
 
@@ -98,7 +106,8 @@ def load_decoder(weights: Weights, kernels: Kernels) -> Decoder:
     """Read and prepare all weights.  Raises ModelError."""
     a = weights.architecture
     embedding = weights.embedding()
-    tied = weights.checkpoint.tied and weights.part.vocab.length == a.vocab_size
+    head_rows = weights.part.vocab.length
+    tied = weights.checkpoint.tied and head_rows == a.vocab_size
     head = embedding if tied else weights.head()
     return Decoder(
         a,
@@ -106,8 +115,8 @@ def load_decoder(weights: Weights, kernels: Kernels) -> Decoder:
         embedding=embedding,
         layers=tuple(_load_layer(weights, kernels, index) for index in range(a.layers)),
         norm=weights.norm(),
-        head=kernels.prepare(head, None),
-        head_rows=head.shape[0],
+        head=kernels.prepare(head, None) if head_rows else None,
+        head_rows=head_rows,
     )
 
 

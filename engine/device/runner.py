@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.api import WeightFacts
 from engine.config import EngineOptions
 from engine.device import DeviceFacts
-from engine.device.compute import Model
+from engine.device.compute import Model, StageModel
 from engine.device.errors import MemoryShort, ModelError
 from engine.device.form import AUTO, Form, choose_form
 from engine.device.kernels import Kernels
@@ -33,6 +33,7 @@ from engine.device.ranks.book import Interconnect
 from engine.device.ranks.model import SplitModel
 from engine.device.ranks.seat import Seat
 from engine.device.ranks.shard import Shard, shards
+from engine.device.ranks.stages import PipelineModel
 from engine.device.sampler import NO_NUMBER, Draw, choose, logits_wanted
 from engine.device.torch_model import assemble
 from engine.device.verify import accepted, row_specs, undrafted
@@ -158,21 +159,29 @@ def load_model(
         with torch.inference_mode():
             model = _load_native(form, weights, options, seat, context_max=context_max, blocks_max=blocks_max)
             if not isinstance(model, str):
-                return Loaded(model, form, parts, context_max, blocks_max)
+                return Loaded(_staged(model, seat, weights), form, parts, context_max, blocks_max)
             form = replace(form, native=None, why_torch=model)
             decoder = load_decoder(weights, kernels or TorchFastKernels(form.dtype))
             sizes = {"context_max": context_max, "blocks_max": blocks_max}
             in_torch = assemble(decoder, dtype=form.dtype, kv_dtype=form.kv_dtype, seat=seat, **sizes)
-            return Loaded(in_torch, form, parts, context_max, blocks_max)
+            return Loaded(_staged(in_torch, seat, weights), form, parts, context_max, blocks_max)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise MemoryShort(f"{options.model} does not fit into memory: choose a smaller model") from error
 
 
+def _staged(model: StageModel, seat: Seat | None, weights: Weights) -> Model:
+    """The model, in its place in the pipeline if it is one."""
+    if seat is None or not seat.interconnect.pipeline:
+        return model
+    a = weights.architecture
+    return PipelineModel(model, seat.interconnect, hidden=a.hidden, vocab_size=a.vocab_size)
+
+
 def _load_native(
     form: Form, weights: Weights, options: EngineOptions, seat: Seat | None, *, context_max: int, blocks_max: int
-) -> Model | str:
+) -> NativeModel | str:
     """The native model, or why there is none: where there are several ranks, it is native on all of them or on none."""
     model: NativeModel | str = form.why_torch
     if form.native is not None:
@@ -185,7 +194,7 @@ def _load_native(
                 blocks_max=blocks_max,
                 threads=torch.get_num_threads(),
                 cache=options.packed_directory,
-                interconnect=None if seat is None else seat.interconnect,
+                interconnect=None if seat is None else seat.sums,
             )
         except Unpackable as reason:
             model = str(reason)

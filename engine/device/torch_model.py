@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.device.batch import Batch, BatchBuilder, padded_rows
-from engine.device.compute import Computed, from_logits, sampling_rows
+from engine.device.compute import Computed, Passed, from_logits, sampling_rows
 from engine.device.kv import BLOCK_SLOTS, KvCache
 from engine.device.model import Decoder
 from engine.device.probe import PROBE_BLOCKS, ROW_TILES, Probe, probe_layers
@@ -22,7 +22,7 @@ from quant.formats.rope import RopeTable
 
 
 class TorchModel:
-    """Implements `engine.device.compute.Model`."""
+    """Implements `engine.device.compute.StageModel`."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class TorchModel:
         reproducible: bool,
         ranks: Interconnect | None = None,
     ) -> None:
-        """`ranks` have the other parts of the model; this one then says what it finds in its part of the vocabulary."""
+        """`ranks` have the other parts of these layers; this one says what it finds in its part of the vocabulary."""
         self.name = decoder.kernels.name
         self.tiles = tiles
         self.reproducible = reproducible
@@ -45,26 +45,35 @@ class TorchModel:
         self._row_tile = row_tile
         self._ranks = ranks
 
-    def compute(self, plan: StepPlan, wanted: Sequence[int]) -> Computed:
+    def compute(self, plan: StepPlan, wanted: Sequence[int], rows_in: Tensor | None = None) -> Computed:
         """Forward, then the head for the rows that sample."""
         with torch.inference_mode():
-            began_ns = time.monotonic_ns()
-            batch = self._builder.build(plan)
-            batch_ns = time.monotonic_ns() - began_ns
-            x = self._decoder.forward(batch, self._kv, self._ranks)
-            broken = self._broken(plan, batch, x)
+            batch, x, broken, batch_ns = self._forward(plan, rows_in)
             rows = []
             for piece, last in zip(plan.slices, batch.last_rows, strict=True):
                 rows += [last + 1 - len(piece.tokens) + row for row in sampling_rows(piece)]
             return replace(from_logits(self._logits(x, rows), wanted, broken), batch_ns=batch_ns)
 
-    def logits(self, plan: StepPlan) -> Tensor:
+    def pass_on(self, plan: StepPlan, rows_in: Tensor | None) -> Passed:
+        """Forward alone; rows in the order of the batch, which is the same in all stages."""
+        with torch.inference_mode():
+            batch, x, broken, batch_ns = self._forward(plan, rows_in)
+            return Passed(x[: batch.rows].float().contiguous(), broken, batch_ns)
+
+    def logits(self, plan: StepPlan, rows_in: Tensor | None = None) -> Tensor:
         """All rows."""
         assert len(plan.slices) == 1
         with torch.inference_mode():
-            batch = self._builder.build(plan)
-            x = self._decoder.forward(batch, self._kv, self._ranks)
+            batch, x, _, _ = self._forward(plan, rows_in)
             return self._logits(x, list(range(batch.rows)))
+
+    def _forward(self, plan: StepPlan, rows_in: Tensor | None) -> tuple[Batch, Tensor, frozenset[int], int]:
+        """The batch, its rows behind the layers, the slices that are broken, and what making the batch took."""
+        began_ns = time.monotonic_ns()
+        batch = self._builder.build(plan)
+        batch_ns = time.monotonic_ns() - began_ns
+        x = self._decoder.forward(batch, self._kv, self._ranks, rows_in)
+        return batch, x, self._broken(plan, batch, x), batch_ns
 
     def reset(self) -> None:
         """Forget all KV."""
@@ -126,5 +135,5 @@ def assemble(
     tiles = f"{row_tile}{' coarse' if coarse_keys else ''}"
     kv = KvCache(a, layers=a.layers, blocks_max=blocks_max, dtype=dtype, kv_dtype=kv_dtype)
     chosen = builder(row_tile, blocks_max, coarse_keys=coarse_keys)
-    ranks = seat.interconnect if seat is not None else None
+    ranks = seat.sums if seat is not None else None
     return TorchModel(decoder, chosen, kv, row_tile=row_tile, tiles=tiles, reproducible=reproducible, ranks=ranks)

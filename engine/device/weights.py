@@ -101,7 +101,7 @@ class Weights:
         return self.tensor("model.embed_tokens.weight", a.vocab_size, a.hidden)
 
     def head(self) -> Tensor:
-        """[vocabulary of the part, hidden]"""
+        """[vocabulary of the part, hidden]; not to be asked for by a stage that has none of it."""
         a, vocab = self.architecture, self.part.vocab
         all_rows = self.embedding() if self.checkpoint.tied else self.tensor("lm_head.weight", a.vocab_size, a.hidden)
         return all_rows if vocab.length == a.vocab_size else all_rows[vocab.start : vocab.stop].contiguous()

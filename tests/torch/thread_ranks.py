@@ -125,10 +125,11 @@ def split(options: EngineOptions, kernels: Kernels | None = None) -> Iterator[Ru
     pairs = [socket.socketpair() for _ in range(size - 1)]
     failures: list[BaseException] = []
 
+    def interconnect(rank: int) -> Interconnect:
+        return Interconnect(ThreadCollective(meeting, rank), pipeline=options.pipeline_parallel > 1)
+
     def serve(rank: int) -> None:
-        seat = Seat(
-            Interconnect(ThreadCollective(meeting, rank)), [Line(pairs[rank - 1][1], rank=0)], timeout_s=TIMEOUT_S
-        )
+        seat = Seat(interconnect(rank), [Line(pairs[rank - 1][1], rank=0)], timeout_s=TIMEOUT_S)
         try:
             loaded = load_model(options, kernels, seat=seat)
             follow(loaded.model, seat, loaded.parts)
@@ -144,7 +145,7 @@ def split(options: EngineOptions, kernels: Kernels | None = None) -> Iterator[Ru
     for thread in threads:
         thread.start()
     lines = [Line(ours, rank=rank) for rank, (ours, _) in enumerate(pairs, 1)]
-    seat = Seat(Interconnect(ThreadCollective(meeting, 0)), lines, timeout_s=TIMEOUT_S)
+    seat = Seat(interconnect(0), lines, timeout_s=TIMEOUT_S)
     try:
         yield Runner.load(options, kernels, seat=seat if size > 1 else None)
     finally:

@@ -10,7 +10,7 @@ from time import monotonic_ns
 import torch
 from torch import Tensor
 
-from engine.device.compute import Computed, sampling_rows
+from engine.device.compute import Computed, Passed, sampling_rows
 from engine.device.errors import MemoryShort
 from engine.device.kv import BLOCK_SLOTS
 from engine.device.native.exchanges import Exchanges
@@ -25,6 +25,7 @@ from engine.device.native.library import (
     Layer,
     Library,
     Step,
+    Weight,
 )
 from engine.device.native.memory import Arrays, aligned
 from engine.device.native.pack import LINEARS, weight_of
@@ -49,7 +50,7 @@ class _Room:
 
 
 class NativeModel:
-    """Implements `engine.device.compute.Model`."""
+    """Implements `engine.device.compute.StageModel`."""
 
     reproducible = True  # by construction, and checked by the tests: integer sums are exact, float sums have one order
     _handle: int | None = None  # also where there was no memory to begin with
@@ -101,20 +102,34 @@ class NativeModel:
         if self._handle is not None:
             self._library.close(self._handle)
 
-    def compute(self, plan: StepPlan, wanted: Sequence[int]) -> Computed:
+    def compute(self, plan: StepPlan, wanted: Sequence[int], rows_in: Tensor | None = None) -> Computed:
         """One call."""
-        return self._step(plan, [len(sampling_rows(piece)) for piece in plan.slices], [count != 0 for count in wanted])
+        outs = [len(sampling_rows(piece)) for piece in plan.slices]
+        return self._step(plan, outs, [count != 0 for count in wanted], rows_in)
 
-    def logits(self, plan: StepPlan) -> Tensor:
+    def pass_on(self, plan: StepPlan, rows_in: Tensor | None) -> Passed:
+        """One call; rows in the order of the plan."""
+        rows = torch.empty(plan.tokens, self._architecture.hidden)
+        computed = self._step(plan, [0] * len(plan.slices), [], rows_in, rows)
+        return Passed(rows, computed.broken, computed.batch_ns, computed.parts)
+
+    def logits(self, plan: StepPlan, rows_in: Tensor | None = None) -> Tensor:
         """All rows."""
         assert len(plan.slices) == 1
-        return self._step(plan, [plan.tokens], [True] * plan.tokens).logits
+        return self._step(plan, [plan.tokens], [True] * plan.tokens, rows_in).logits
 
     def reset(self) -> None:
         """Forget all KV."""
         self._kv.fill(0)
 
-    def _step(self, plan: StepPlan, outs: Sequence[int], wanted: Sequence[bool]) -> Computed:
+    def _step(
+        self,
+        plan: StepPlan,
+        outs: Sequence[int],
+        wanted: Sequence[bool],
+        rows_in: Tensor | None = None,
+        rows_out: Tensor | None = None,
+    ) -> Computed:
         """
         Compute a plan, of each slice of which the last `outs` rows sample.
 
@@ -141,10 +156,12 @@ class NativeModel:
         logits = torch.empty(asked, self._vocab) if asked else self._nothing
         written, room = _int32(numbers), self._room
         address, length = written.buffer_info()
+        rows_from = None if rows_in is None else rows_in.data_ptr()
+        rows_to = None if rows_out is None else rows_out.data_ptr()
         stamps, lost = (None, None) if self._exchanges is None else self._exchanges.begin()
         step = Step(
-            address, logits.data_ptr(), *room.addresses, stamps, lost, None, None, length, len(pieces), rows, sampling,
-            asked,
+            address, logits.data_ptr(), *room.addresses, stamps, lost, rows_from, rows_to, length, len(pieces), rows,
+            sampling, asked,
         )  # fmt: skip
         called_ns = monotonic_ns()
         fault = self._library.step(self._handle, ctypes.byref(step))
@@ -198,7 +215,7 @@ class NativeModel:
             cosine=self._cosine.data_ptr(),
             sine=self._sine.data_ptr(),
             kv=self._kv.ctypes.data,
-            head=weight_of(arrays, "head"),
+            head=weight_of(arrays, "head") if self._vocab else Weight(),
             exchange=None if exchanges is None else exchanges.function,
             context=None if exchanges is None else exchanges.context,
             layers_count=a.layers,

@@ -62,12 +62,11 @@ class Packer:
         weights, a = self.weights, self.weights.architecture
         yield "embedding", _bits(_columns(weights.embedding().to(torch.bfloat16), WIDE))
         yield "norm", _floats(weights.norm())
-        head = weights.head()
-        scheme = weights.scheme
-        if scheme is not None and scheme.activations == "int8":
-            yield from self._linear("head", Linear((round_weight(head.float(), scheme),), None))
-        else:
-            yield from self._linear("head", Linear((head,), None))
+        if weights.part.vocab.length:
+            head, scheme = weights.head(), weights.scheme
+            rounds = scheme is not None and scheme.activations == "int8"
+            weight = round_weight(head.float(), scheme) if scheme is not None and rounds else head
+            yield from self._linear("head", Linear((weight,), None))
         for index in range(a.layers):
             layer = weights.layer(index)
             yield f"{index}.input_norm", _floats(layer.input_norm)

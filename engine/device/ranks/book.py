@@ -18,8 +18,10 @@ from telemetry.records import Exchange, InterconnectBook
 class Interconnect:
     """A collective whose exchanges are booked."""
 
-    def __init__(self, collective: Collective) -> None:
+    def __init__(self, collective: Collective, *, pipeline: bool = False) -> None:
+        """`pipeline`: the ranks compute one after the other, so that rank 0 waits for those behind it in any case."""
         self.collective = collective
+        self.pipeline = pipeline
         self._open()
 
     @property
@@ -40,8 +42,28 @@ class Interconnect:
     def gather(self, values: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """What each rank has, on rank 0.  Raises RankLost."""
         gathered, stamps = self.collective.gather(values, counts)
+        if self.pipeline:  # That is no straggler, but the bubble.
+            last_ns = min(max(stamps.entered_ns), stamps.left_ns)
+            self._bubble_ns += last_ns - stamps.entered_ns[self.rank]
+            stamps = self._alone(last_ns, stamps.left_ns)
         self.book("head", stamps, sum(one.nbytes for one in gathered[1:]))
         return gathered
+
+    def send(self, values: Tensor) -> None:
+        """To the next stage of a pipeline.  Raises RankLost."""
+        self.book("stage", self.collective.send(values, self.rank + 1), values.nbytes)
+
+    def receive(self, values: Tensor) -> None:
+        """From the stage before.  Raises RankLost."""
+        self.book("stage", self.collective.receive(values, self.rank - 1), values.nbytes)
+
+    def told(self, began_ns: int, ended_ns: int, sent_bytes: int) -> None:
+        """Rank 0 has told the others what to do."""
+        self.book("plan", self._alone(began_ns, ended_ns), sent_bytes)
+
+    def _alone(self, entered_ns: int, left_ns: int) -> Stamps:
+        """Of an exchange for which this rank waited for nobody."""
+        return Stamps([entered_ns if rank == self.rank else 0 for rank in range(self.size)], left_ns)
 
     def book(self, exchange: str, stamps: Stamps, received_bytes: int) -> None:
         """Write an exchange of this step down: of telemetry.records.EXCHANGES."""
@@ -93,6 +115,7 @@ class Interconnect:
             kind=self.collective.kind,
             wait_ns=sum(one.wait_ns for one in known),
             transfer_ns=sum(one.transfer_ns for one in known),
+            bubble_ns=self._bubble_ns,
             bytes=sum(one.bytes for one in known),
             straggler=self._straggler(),
             exchanges=exchanges,
@@ -111,5 +134,6 @@ class Interconnect:
 
     def _open(self) -> None:
         self._tallies: dict[str, list[int]] = {}
+        self._bubble_ns = 0
         self._rank_wait_ns = [0] * self.collective.size
         self._met = [False] * self.collective.size

@@ -1,6 +1,6 @@
 """
-Several ranks as one model: rank 0 tells the others what it was told, all compute their parts of the same step, and what
-each has found in its part of the vocabulary comes together on rank 0.
+Several ranks as one model: rank 0 tells the others what it was told, all compute their parts of the same step, side by
+side or one behind the other, and what each has found in its part of the vocabulary comes together on rank 0.
 
 Of a row that is only to be continued greedily a rank tells its best token; of one that draws among the k best it tells
 its k best, and only where all logits matter, all of its part.  The bits of what is chosen are those of one distribution
@@ -53,15 +53,13 @@ class SplitModel:
 
     def compute(self, plan: StepPlan, wanted: Sequence[int]) -> Computed:
         """Tell, compute, gather."""
-        began_ns = monotonic_ns()
         self._seat.tell(Compute(_bare(plan), tuple(wanted)))
-        told_ns = monotonic_ns()
         own = self._own.compute(plan, wanted)
         found = report(own, wanted, self._parts[0], len(plan.slices))
         gathered = self._gather(found, [_length(part, wanted, len(plan.slices)) for part in self._parts])
         merging_ns = monotonic_ns()
         computed = merged(gathered, self._parts, wanted, len(plan.slices), self._vocab_size)
-        batch_ns = own.batch_ns + told_ns - began_ns + monotonic_ns() - merging_ns
+        batch_ns = own.batch_ns + monotonic_ns() - merging_ns
         return replace(computed, batch_ns=batch_ns, parts=own.parts)
 
     def logits(self, plan: StepPlan) -> Tensor:
@@ -124,7 +122,9 @@ def report(computed: Computed, wanted: Sequence[int], part: Span, slices: int) -
     pieces = [broken, rows.float().reshape(-1)]
     asked = [count for count in wanted if count]
     few = [min(count, part.length) for count in asked if count != ALL]
-    heads = iter(best_ids(computed.logits[[i for i, count in enumerate(asked) if count != ALL]], few) if few else ())
+    drawing = computed.logits[[row for row, count in enumerate(asked) if count != ALL]]
+    # Of a row with a number that is none nobody will draw, but it has its length all the same.
+    heads = iter(best_ids(drawing.nan_to_num(nan=-math.inf), few) if few else ())
     for row, count in enumerate(asked):
         if count == ALL:
             pieces.append(computed.logits[row])

@@ -9,6 +9,7 @@ While a step runs, ranks speak through their collective only.
 
 import socket
 from collections.abc import Sequence
+from time import monotonic_ns
 
 import msgspec
 
@@ -61,8 +62,8 @@ class Line:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Order)
 
-    def send(self, order: Order, timeout_s: float) -> None:
-        """Say something.  Raises RankLost."""
+    def send(self, order: Order, timeout_s: float) -> int:
+        """Say something, and how many bytes that takes.  Raises RankLost."""
         content = self._encoder.encode(order)
         assert len(content) <= ORDER_BYTES_MAX
         try:
@@ -70,6 +71,7 @@ class Line:
             self._end.sendall(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
         except OSError as error:
             raise RankLost(self.rank, f"does not listen: {error.strerror or error}") from error
+        return _LENGTH_BYTES + len(content)
 
     def receive(self, timeout_s: float | None) -> Order:
         """Wait until something is said; None: for ever.  Raises RankLost, also if the other end is closed."""
@@ -108,6 +110,11 @@ class Seat:
         """Which one this is."""
         return self.interconnect.rank
 
+    @property
+    def sums(self) -> Interconnect | None:
+        """To the ranks that have the other parts of the same layers; None: there are none."""
+        return None if self.interconnect.pipeline else self.interconnect
+
     def agree(self, holds: bool) -> bool:
         """Whether something holds for all ranks, each of which asks this at the same point.  Raises RankLost."""
         if self.rank:
@@ -125,8 +132,9 @@ class Seat:
     def tell(self, order: Order) -> None:
         """Say something to all other ranks; of rank 0.  Raises RankLost."""
         assert self.rank == 0
-        for line in self.lines:
-            line.send(order, self.timeout_s)
+        began_ns = monotonic_ns()
+        sent_bytes = sum(line.send(order, self.timeout_s) for line in self.lines)
+        self.interconnect.told(began_ns, monotonic_ns(), sent_bytes)
 
     def close(self) -> None:
         """The others notice."""

@@ -4,7 +4,7 @@ Which part of a model is whose: contiguous spans, as even as the formats of its 
     query heads     whole groups that share a key/value head; with more ranks than those, a part of one group each,
                     and the key/value head is held by every rank that needs it
     MLP channels    outputs of gate_proj and up_proj, inputs of down_proj
-    vocabulary      outputs of the head; the embedding is held by all
+    vocabulary      outputs of the head, in the last stage; the embedding is held by all
     layers          of the stages of a pipeline
 
 Rank `stage * tensor + place` holds part `place` of the layers of `stage` (Shoeybi et al. 2019, Megatron-LM, 3).
@@ -84,6 +84,8 @@ def shards(a: Architecture, scheme: Scheme | None, *, tensor: int = 1, pipeline:
         raise ModelError(f"--tensor-parallel {tensor}: the model has {a.heads} query heads; choose 1 to {a.heads}")
     if pipeline > a.layers:
         raise ModelError(f"--pipeline-parallel {pipeline}: the model has {a.layers} layers; choose 1 to {a.layers}")
+    if tensor > 1 and pipeline > 1:
+        raise ModelError("--tensor-parallel and --pipeline-parallel cannot be had together: leave one of them at 1")
     units = _units(a.intermediate, scheme, tensor)
     heads, channels = _heads(a, tensor), even(a.intermediate, tensor, units)
     vocab = even(a.vocab_size, tensor, (_TILE, 1))
@@ -92,7 +94,7 @@ def shards(a: Architecture, scheme: Scheme | None, *, tensor: int = 1, pipeline:
             heads=heads[place][0],
             kv_heads=heads[place][1],
             channels=channels[place],
-            vocab=vocab[place],
+            vocab=vocab[place] if layers.stop == a.layers else Span(0, 0),
             layers=layers,
             adds=place == 0,
         )

@@ -99,6 +99,7 @@ def interconnect_books(draw: st.DrawFn) -> InterconnectBook:
         kind="shared-memory",
         wait_ns=sum(one.wait_ns for one in exchanges.values()),
         transfer_ns=sum(one.transfer_ns for one in exchanges.values()),
+        bubble_ns=draw(spans_ns),
         bytes=sum(one.bytes for one in exchanges.values()),
         straggler=draw(st.integers(-1, ranks - 1)),
         exchanges=exchanges,
@@ -120,6 +121,7 @@ def step_records(draw: st.DrawFn) -> StepRecord:
     interconnect = draw(interconnect_books())
     parts = {part: draw(spans_ns) for part in STEP_PARTS}
     parts |= {"interconnect_wait": interconnect.wait_ns, "interconnect_transfer": interconnect.transfer_ns}
+    parts["bubble"] = interconnect.bubble_ns
     prefill, recompute, decode, abandoned, accepted, rejected = (draw(counts) for _ in range(6))
     return StepRecord(
         step_id=draw(st.integers(0, 2**40)),
@@ -154,6 +156,7 @@ def interconnect_json(step: StepRecord) -> JsonObject:
         "kind": step.interconnect.kind,
         "wait_ns": step.parts["interconnect_wait"],
         "transfer_ns": step.parts["interconnect_transfer"],
+        "bubble_ns": step.parts["bubble"],
         "bytes": step.interconnect.bytes,
         "straggler": step.interconnect.straggler,
         "rank_wait_ns": list(step.interconnect.rank_wait_ns),
