@@ -22,7 +22,7 @@ from engine.device.native.load import load_native
 from engine.device.native.memory import ALIGNED, Arrays
 from engine.device.native.model import NativeModel
 from engine.device.native.pack import PACKED_VERSION, Packer
-from engine.device.native.packed_file import FILES_MAX, BrokenFile, packed_path, read_packed, write_packed
+from engine.device.native.packed_file import MODELS_MAX, BrokenFile, packed_path, read_packed, write_packed
 from engine.device.ranks.shard import Shard, shards
 from engine.device.weights import Weights
 from quant.formats import checkpoint
@@ -102,7 +102,7 @@ def test_those_used_last_are_kept(tmp_path: Path) -> None:
     (tmp_path / "x.1.draft").touch()
     (tmp_path / "y.2.draft").touch()
     os.utime(tmp_path / "x.1.draft", (0, 0))
-    for number in range(FILES_MAX):
+    for number in range(MODELS_MAX):
         write_packed(tmp_path / f"{number}.packed", ARRAYS)
         os.utime(tmp_path / f"{number}.packed", (number, number))
     read_packed(tmp_path / "0.packed")

@@ -53,7 +53,7 @@ def _packed(library: Library, weights: Weights, cache: str) -> Arrays:
     except (OSError, BrokenFile):  # not there, or of no use
         arrays = packer.arrays()
     try:
-        write_packed(path, arrays)
+        write_packed(path, arrays, ranks=weights.part.ranks)
     except OSError:  # a full or read-only disk: this start goes on without
         pass
     return gathered(arrays)

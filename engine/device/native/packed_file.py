@@ -23,8 +23,8 @@ import numpy as np
 from engine.device.native.memory import ALIGNED, Array, Arrays, aligned
 from engine.device.native.pack import PACKED_VERSION
 
-FILES_MAX = 4
-"""Files that are kept in the directory: those used last."""
+MODELS_MAX = 4
+"""Models whose files are kept in the directory: those used last; each rank of a model has a file of its own."""
 _LENGTH_BYTES, _DIGEST_BYTES = 8, 16
 _HEAD_BYTES = _LENGTH_BYTES + _DIGEST_BYTES
 _SUFFIX, _DRAFT = ".packed", ".draft"
@@ -42,11 +42,11 @@ def packed_path(directory: Path, parts: tuple[str, ...]) -> Path:
     return directory / f"{digest.hexdigest()}{_SUFFIX}"
 
 
-def write_packed(path: Path, arrays: Arrays) -> None:
+def write_packed(path: Path, arrays: Arrays, *, ranks: int = 1) -> None:
     """
     Write a file as a whole or not at all, and remove those that were not used for longest.  Raises OSError.
 
-    Nobody waits for the disk: what a power failure leaves of it does not match its checksum.
+    `ranks`: how many files a model like this one has.  Nobody waits for the disk: what a power failure leaves of it does not match its checksum.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     entries, place = [], 0
@@ -71,7 +71,7 @@ def write_packed(path: Path, arrays: Arrays) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    _forget_old(path.parent)
+    _forget_old(path.parent, MODELS_MAX * ranks)
 
 
 def read_packed(path: Path) -> Arrays:
@@ -112,9 +112,9 @@ def _padded(array: Array) -> bytes:
     return array.tobytes() + bytes(-array.nbytes % ALIGNED)
 
 
-def _forget_old(directory: Path) -> None:
+def _forget_old(directory: Path, files_max: int) -> None:
     files = sorted(directory.glob(f"*{_SUFFIX}"), key=_used_s, reverse=True)
-    for file in files[FILES_MAX:]:
+    for file in files[files_max:]:
         file.unlink(missing_ok=True)
     for draft in directory.glob(f"*{_DRAFT}"):  # of a process that was killed
         if time.time() - _used_s(draft) > _DRAFT_S_MAX:

@@ -45,6 +45,8 @@ class Span(NamedTuple):
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's part."""
 
+    ranks: int
+    """How many there are."""
     heads: Span
     kv_heads: Span
     channels: Span
@@ -69,6 +71,7 @@ def whole(architecture: Architecture) -> Shard:
     """All of it."""
     a = architecture
     return Shard(
+        ranks=1,
         heads=Span(0, a.heads),
         kv_heads=Span(0, a.kv_heads),
         channels=Span(0, a.intermediate),
@@ -91,6 +94,7 @@ def shards(a: Architecture, scheme: Scheme | None, *, tensor: int = 1, pipeline:
     vocab = even(a.vocab_size, tensor, (_TILE, 1))
     return tuple(
         Shard(
+            ranks=tensor * pipeline,
             heads=heads[place][0],
             kv_heads=heads[place][1],
             channels=channels[place],
