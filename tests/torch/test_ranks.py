@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from engine.api import Sampling
+from engine.device import DeviceLost
 from engine.device.compute import Computed, from_logits
 from engine.device.errors import ModelError
 from engine.device.kernels.reference import ReferenceKernels
@@ -165,7 +166,7 @@ def test_a_step_has_a_book(ranks: Runner) -> None:
     result = ranks.run(StepPlan(step_id=1, slices=(piece,)))
     book = result.interconnect
     assert book.kind == "threads" and book.imbalance() == 0 and len(book.rank_wait_ns) > 1
-    assert {name: one.calls for name, one in book.exchanges.items()} == {"attention": 2, "mlp": 2, "head": 1}
+    assert {name: one.calls for name, one in book.exchanges.items()} == {"plan": 1, "attention": 2, "mlp": 2, "head": 1}
     assert book.exchanges["mlp"].bytes == (len(book.rank_wait_ns) - 1) * 2 * len(PROMPT) * 96 * 4
     assert ranks.run(StepPlan(step_id=2, slices=())).interconnect.kind == "none"
 
@@ -209,3 +210,12 @@ def test_what_ranks_report_is_what_one_would_see(data: st.DataObject) -> None:
 def _report(whole: torch.Tensor, wanted: list[int], span: Span) -> torch.Tensor:
     computed: Computed = from_logits(whole[:, span.start : span.stop].clone(), wanted)
     return report(computed, wanted, span, len(wanted))
+
+
+def test_a_step_that_fails_is_the_end_of_the_group(tiny_model: Path) -> None:
+    """Its slices must not be tried one by one: nobody knows where the others are.  Here they fail as well."""
+    said_by_the_other = pytest.raises(AssertionError, match="a block beyond the pool")
+    with said_by_the_other, split(options_of(tiny_model, tensor=2)) as runner:
+        beyond = Slice(sequence=1, start=0, tokens=(5,), blocks=(10**6,), sample=GREEDY)
+        with pytest.raises(DeviceLost, match="rank 0 failed in a step that it shares: a block beyond the pool"):
+            run(runner, beyond)

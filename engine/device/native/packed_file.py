@@ -46,7 +46,8 @@ def write_packed(path: Path, arrays: Arrays, *, ranks: int = 1) -> None:
     """
     Write a file as a whole or not at all, and remove those that were not used for longest.  Raises OSError.
 
-    `ranks`: how many files a model like this one has.  Nobody waits for the disk: what a power failure leaves of it does not match its checksum.
+    `ranks`: how many files a model like this one has.  Nobody waits for the disk: what a power failure leaves of a file
+    does not match its checksum.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     entries, place = [], 0

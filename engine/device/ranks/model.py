@@ -7,8 +7,9 @@ its k best, and only where all logits matter, all of its part.  The bits of what
 over the whole vocabulary: a tie goes to the lowest id, and the parts ascend.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from time import monotonic_ns
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.api import Sampling
+from engine.device import DeviceLost
 from engine.device.compute import ALL, Computed, Model
 from engine.device.ranks.seat import Compute, LineClosed, Logits, Order, Reset, Seat
 from engine.device.ranks.shard import Shard, Span
@@ -43,8 +45,8 @@ class SplitModel:
 
     @property
     def tiles(self) -> str:
-        """Ranks change sums, so they belong into the fingerprint."""
-        return f"{self._own.tiles} {len(self._parts)} ranks"
+        """Ranks that share layers change sums, so they belong into the fingerprint; stages change no bit."""
+        return self._own.tiles if self._seat.sums is None else f"{self._own.tiles} {len(self._parts)} ranks"
 
     @property
     def reproducible(self) -> bool:
@@ -53,8 +55,11 @@ class SplitModel:
 
     def compute(self, plan: StepPlan, wanted: Sequence[int]) -> Computed:
         """Tell, compute, gather."""
-        self._seat.tell(Compute(_bare(plan), tuple(wanted)))
-        own = self._own.compute(plan, wanted)
+        began_ns = monotonic_ns()
+        sent_bytes = self._seat.tell(Compute(_bare(plan), tuple(wanted)))
+        self._seat.interconnect.told(began_ns, monotonic_ns(), sent_bytes)
+        with _in_step():
+            own = self._own.compute(plan, wanted)
         found = report(own, wanted, self._parts[0], len(plan.slices))
         gathered = self._gather(found, [_length(part, wanted, len(plan.slices)) for part in self._parts])
         merging_ns = monotonic_ns()
@@ -65,7 +70,8 @@ class SplitModel:
     def logits(self, plan: StepPlan) -> Tensor:
         """Side by side."""
         self._seat.tell(Logits(_bare(plan)))
-        own = self._own.logits(plan)
+        with _in_step():
+            own = self._own.logits(plan)
         gathered = self._gather(own.reshape(-1), [plan.tokens * part.length for part in self._parts])
         return torch.cat([one.view(plan.tokens, -1) for one in gathered if one.numel()], -1)
 
@@ -170,6 +176,17 @@ def merged(
                 logits[row, found[at : at + few].long()] = found[at + few : at + 2 * few]
                 at += 2 * few
     return Computed(best, highest, lowest, logits, frozenset(broken))
+
+
+@contextlib.contextmanager
+def _in_step() -> Iterator[None]:
+    """What fails here alone leaves the other ranks in the middle of a step, for good.  Raises DeviceLost."""
+    try:
+        yield
+    except DeviceLost:
+        raise
+    except Exception as error:
+        raise DeviceLost(f"rank 0 failed in a step that it shares: {error}") from error
 
 
 def _bare(plan: StepPlan) -> StepPlan:
