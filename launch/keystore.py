@@ -18,7 +18,7 @@ from cache.redis_url import parse_redis_url
 from launch.errors import UserError
 from launch.leash import leashed
 from launch.options import ServeOptions
-from launch.serve import run_dir
+from launch.run_dir import run_dir
 from launch.store import data_dir
 from launch.valkey import DIRECTORY, GRACE_S, embedded_valkey, log_file, pepper_file
 

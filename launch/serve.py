@@ -5,18 +5,15 @@ The order of the checks is by cost: an address that may not be used is refused b
 """
 
 import asyncio
-import fcntl
 import importlib.util
 import json
 import os
 import shlex
-import shutil
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from cache.errors import Misconfigured
@@ -26,17 +23,16 @@ from gateway.upstream_key import read_key
 from launch.address import bound, check_host, reachable
 from launch.admin import admin_banner, admin_file, admin_key, admin_listener
 from launch.errors import UserError
-from launch.fleet import all_engines, all_workers, engine_children, engine_socket, worker_children, worker_socket
-from launch.options import RANKS_MAX, REPLICAS_MAX, WORKERS_MAX, ServeOptions
+from launch.fleet import all_engines, all_workers, engine_children, engine_socket, worker_children
+from launch.options import RANKS_MAX, REPLICAS_MAX, ServeOptions
 from launch.probe import first_look, until_any_exists, until_ready
+from launch.run_dir import run_dir
 from launch.secret import engine_secret
 from launch.sizes import KV_BYTES_MIN, available_bytes, format_bytes
 from launch.store import Model, Store, data_dir
 from launch.supervise import ChildSpec, Say, Supervisor
-from launch.valkey import embedded_socket, embedded_valkey, pepper_file
+from launch.valkey import embedded_valkey, pepper_file
 
-SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un holds 108, with the zero at the end
-RUN_DIR_PREFIX = "serve-"
 PACKED = "packed"  # in the data directory: weights in the order in which the native kernels read them
 
 
@@ -201,46 +197,6 @@ def check_memory(options: ServeOptions, model: Model, draft: Model | None = None
             f"lower --kv-memory{' or --replicas' if several else ''}"
         )
     return kv_bytes
-
-
-@contextmanager
-def run_dir(data: Path) -> Iterator[Path]:
-    """
-    A directory for sockets, for us alone; gone afterwards.  Raises UserError.
-
-    It is held by a lock, so that what a killed supervisor left can be told from what another one uses.
-    """
-    try:
-        base = data / "run"
-        base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left in base.glob(RUN_DIR_PREFIX + "*"):
-            _remove_if_left(left)
-        folder = Path(tempfile.mkdtemp(prefix=RUN_DIR_PREFIX, dir=base))
-        last = (engine_socket(folder, REPLICAS_MAX - 1), worker_socket(folder, WORKERS_MAX - 1))
-        sockets = (*last, embedded_socket(folder))
-        if any(len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX for path in sockets):
-            folder.rmdir()
-            folder = Path(tempfile.mkdtemp(prefix="pellucid-", dir="/tmp"))  # TMPDIR may be as long as the other
-        lock = (folder / "lock.new").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "lock.new").rename(folder / "lock")  # under that name it was never free
-    except OSError as error:
-        raise UserError(f"cannot use {data}: {error.strerror}; choose another place with --data-dir") from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.close()
-
-
-def _remove_if_left(folder: Path) -> None:
-    """Remove a run directory that no living supervisor holds."""
-    try:
-        with (folder / "lock").open("r") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError:  # held, or another one is just being made
-        return
 
 
 def child_environ(environ: dict[str, str]) -> dict[str, str]:

@@ -14,7 +14,8 @@ import pytest
 from launch.address import check_host
 from launch.fleet import engine_socket
 from launch.options import OTHER_VARIABLES
-from launch.serve import SOCKET_PATH_BYTES_MAX, banner, run_dir
+from launch.run_dir import SOCKET_PATH_BYTES_MAX, run_dir
+from launch.serve import banner
 from tests.tidy.imports import ROOT
 
 GOLDEN = Path(__file__).with_name("golden")

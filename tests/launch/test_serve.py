@@ -13,7 +13,7 @@ import pytest
 
 from engine.config import EngineOptions
 from gateway.config import GatewayOptions
-from launch import address, fleet, probe, serve, valkey
+from launch import address, fleet, probe, run_dir, serve, valkey
 from launch.errors import UserError
 from launch.options import OPTIONS, RANKS_MAX, ServeOptions, read_options
 from launch.sizes import KvMemory
@@ -260,13 +260,13 @@ def test_a_run_directory_is_never_taken_for_one_that_was_left(tmp_path: Path, mo
     def another_starts_just_now(file: int, operation: int) -> None:
         if operation == fcntl.LOCK_EX:
             for left in (tmp_path / "run").iterdir():
-                serve._remove_if_left(left)
+                run_dir._remove_if_left(left)
         lock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", another_starts_just_now)
-    with serve.run_dir(tmp_path) as folder:
+    with run_dir.run_dir(tmp_path) as folder:
         assert folder.is_dir()
-        serve._remove_if_left(folder)
+        run_dir._remove_if_left(folder)
         assert folder.is_dir()
     assert not folder.exists()
 
