@@ -113,7 +113,7 @@ def start_group(options: EngineOptions) -> Group:
     if store is not None:
         collective = _gloo(store, common)
     assert collective is not None
-    interconnect = Interconnect(collective, pipeline=options.pipeline_parallel > 1)
+    interconnect = Interconnect(collective, stages=options.pipeline_parallel)
     return Group(Seat(interconnect, lines, timeout_s=options.rank_timeout_s), followers)
 
 
@@ -141,7 +141,7 @@ def join_group(options: EngineOptions) -> Seat:
     else:
         store = open_store(HERE, options.meeting_port, leads=False, start_s=START_S_MAX)
         collective = _gloo(store, options)
-    interconnect = Interconnect(collective, pipeline=options.pipeline_parallel > 1)
+    interconnect = Interconnect(collective, stages=options.pipeline_parallel)
     return Seat(interconnect, [line], timeout_s=options.rank_timeout_s)
 
 

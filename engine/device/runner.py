@@ -29,7 +29,6 @@ from engine.device.native.pack import Unpackable
 from engine.device.native.sampling import NativeDraw
 from engine.device.native.working_memory import working_bytes
 from engine.device.probe import warm_up_plans
-from engine.device.ranks.book import Interconnect
 from engine.device.ranks.model import SplitModel
 from engine.device.ranks.seat import Seat
 from engine.device.ranks.shard import Shard, shards
@@ -49,14 +48,12 @@ FINGERPRINT_VERSION = "2"  # raise it when the same weights begin to give other 
 class Runner:
     """Implements `engine.device.Device`: a model that computes, and the sampler."""
 
-    def __init__(
-        self, model: Model, facts: DeviceFacts, draw: Draw | None = None, interconnect: Interconnect | None = None
-    ) -> None:
-        """`interconnect`: to the other ranks that compute this model; None: there are none."""
+    def __init__(self, model: Model, facts: DeviceFacts, draw: Draw | None = None, seat: Seat | None = None) -> None:
+        """`seat`: among the ranks that compute this model; None: there are no others."""
         self.facts = facts
         self._model = model
         self._draw = draw
-        self._interconnect = interconnect
+        self._seat = seat
 
     @staticmethod
     def load(
@@ -73,8 +70,7 @@ class Runner:
         if seat is not None:
             model = SplitModel(model, seat, loaded.parts, vocab_size=form.checkpoint.architecture.vocab_size)
         draw = None if form.native is None else NativeDraw(form.native, torch.get_num_threads())
-        interconnect = seat.interconnect if seat is not None else None
-        runner = Runner(model, _facts(loaded, model, options), draw, interconnect)
+        runner = Runner(model, _facts(loaded, model, options), draw, seat)
         context_max, blocks_max = loaded.context_max, loaded.blocks_max
         for plan in warm_up_plans(rows_max=min(options.tokens_step_max, context_max), blocks_max=blocks_max):
             runner.run(plan)
@@ -89,9 +85,9 @@ class Runner:
         if not plan.slices:
             return StepResult(step_id=plan.step_id, slices=())
         result = self._run(plan)
-        if self._interconnect is None:
+        if self._seat is None:
             return result
-        return msgspec.structs.replace(result, interconnect=self._interconnect.close_book())
+        return msgspec.structs.replace(result, interconnect=self._seat.close_book())
 
     def _run(self, plan: StepPlan) -> StepResult:
         began_ns = time.monotonic_ns()
@@ -173,10 +169,9 @@ def load_model(
 
 def _staged(model: StageModel, seat: Seat | None, weights: Weights) -> Model:
     """The model, in its place in the pipeline if it is one."""
-    if seat is None or not seat.interconnect.pipeline:
+    if seat is None or seat.interconnect.stages == 1:
         return model
-    a = weights.architecture
-    return PipelineModel(model, seat.interconnect, hidden=a.hidden, vocab_size=a.vocab_size)
+    return PipelineModel(model, seat.interconnect, hidden=weights.architecture.hidden)
 
 
 def _load_native(

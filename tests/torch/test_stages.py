@@ -71,9 +71,11 @@ def test_many_slices_of_all_kinds_in_one_step(model: Path) -> None:
 
 def test_a_step_has_its_bubble(model: Path) -> None:
     with split(options_of(model, pipeline=2)) as runner:
-        book = _book(runner, PROMPT)
+        books = [_book(runner, PROMPT) for _ in range(9)]
+        assert max(book.bubble_ns for book in books) > 0, "rank 0 may come late itself, but not each time"
+        book = books[0]
         assert book.exchanges["stage"].calls == 2 and book.exchanges["stage"].bytes == len(PROMPT) * 96 * 4
-        assert book.bubble_ns > 0 and book.wait_ns == 0 and book.straggler == -1 and book.imbalance() == 0
+        assert book.wait_ns == 0 and book.straggler == -1 and book.imbalance() == 0
         assert _book(runner, PROMPT[:5]).exchanges["stage"].calls == 1, "few rows stay together"
 
 
@@ -86,6 +88,24 @@ def _with_drafts(piece: Slice, drafts: int) -> Slice:
     assert piece.sample is not None
     spec = msgspec.structs.replace(piece.sample, uniforms=(0.37,) * (drafts + 1))
     return msgspec.structs.replace(piece, drafts=drafts, sample=spec)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_several_ranks_in_each_stage(model: Path, dtype: str) -> None:
+    """The bits of as many ranks in one stage."""
+    with split(options_of(model, tensor=3, dtype=dtype)) as runner:
+        expected, said = logits(runner, PROMPT), generate_all(runner, [PROMPT, PROMPT[:7]], 8)
+        fingerprint = runner.facts.fingerprint
+    with split(options_of(model, tensor=3, pipeline=2, dtype=dtype)) as runner:
+        assert torch.equal(logits(runner, PROMPT), expected)
+        assert generate_all(runner, [PROMPT, PROMPT[:7]], 8) == said
+        assert runner.facts.fingerprint == fingerprint
+        book = _book(runner, PROMPT)
+        assert {name: one.calls for name, one in book.exchanges.items()} == {
+            "plan": 1, "attention": 6, "mlp": 6, "stage": 2, "head": 1,
+        }  # fmt: skip
+        assert book.imbalance() == 0 and len(book.rank_wait_ns) == 6 and book.rank_wait_ns[3:] == (0, 0, 0)
+        assert book.straggler in (0, 1, 2)
 
 
 @given(st.data())
@@ -128,5 +148,3 @@ def test_micro_batches_are_the_plan(data: st.DataObject) -> None:
 def test_what_cannot_be_staged_is_refused(model: Path) -> None:
     with pytest.raises(ModelError, match="--pipeline-parallel 6: the model has 5 layers; choose 1 to 5"):
         Runner.load(options_of(model, pipeline=6))
-    with pytest.raises(ModelError, match="cannot be had together: leave one of them at 1"):
-        Runner.load(options_of(model, pipeline=2, tensor=2))

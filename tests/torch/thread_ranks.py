@@ -122,14 +122,21 @@ def split(options: EngineOptions, kernels: Kernels | None = None) -> Iterator[Ru
     """The runner of rank 0; the other ranks follow it on threads of their own."""
     size = options.tensor_parallel * options.pipeline_parallel
     meeting = Meeting(size)
+    stages = [Meeting(options.tensor_parallel) for _ in range(options.pipeline_parallel)]
     pairs = [socket.socketpair() for _ in range(size - 1)]
     failures: list[BaseException] = []
 
     def interconnect(rank: int) -> Interconnect:
-        return Interconnect(ThreadCollective(meeting, rank), pipeline=options.pipeline_parallel > 1)
+        return Interconnect(ThreadCollective(meeting, rank), stages=options.pipeline_parallel)
+
+    def stage(rank: int) -> Interconnect | None:
+        number, place = divmod(rank, options.tensor_parallel)
+        both = min(options.tensor_parallel, options.pipeline_parallel) > 1
+        return Interconnect(ThreadCollective(stages[number], place)) if both else None
 
     def serve(rank: int) -> None:
-        seat = Seat(interconnect(rank), [Line(pairs[rank - 1][1], rank=0)], timeout_s=TIMEOUT_S)
+        line = Line(pairs[rank - 1][1], rank=0)
+        seat = Seat(interconnect(rank), [line], timeout_s=TIMEOUT_S, stage=stage(rank))
         try:
             loaded = load_model(options, kernels, seat=seat)
             follow(loaded.model, seat, loaded.parts)
@@ -145,7 +152,7 @@ def split(options: EngineOptions, kernels: Kernels | None = None) -> Iterator[Ru
     for thread in threads:
         thread.start()
     lines = [Line(ours, rank=rank) for rank, (ours, _) in enumerate(pairs, 1)]
-    seat = Seat(interconnect(0), lines, timeout_s=TIMEOUT_S)
+    seat = Seat(interconnect(0), lines, timeout_s=TIMEOUT_S, stage=stage(0))
     try:
         yield Runner.load(options, kernels, seat=seat if size > 1 else None)
     finally:

@@ -18,10 +18,12 @@ from telemetry.records import Exchange, InterconnectBook
 class Interconnect:
     """A collective whose exchanges are booked."""
 
-    def __init__(self, collective: Collective, *, pipeline: bool = False) -> None:
-        """`pipeline`: the ranks compute one after the other, so that rank 0 waits for those behind it in any case."""
+    def __init__(self, collective: Collective, *, stages: int = 1) -> None:
+        """`stages`: so many equal groups of ranks compute one after the other, and rank 0 waits for the last one."""
+        assert collective.size % stages == 0
         self.collective = collective
-        self.pipeline = pipeline
+        self.stages = stages
+        self._stage_ranks = collective.size // stages
         self._open()
 
     @property
@@ -34,6 +36,11 @@ class Interconnect:
         """How many there are."""
         return self.collective.size
 
+    @property
+    def stage(self) -> int:
+        """Of the pipeline, that this rank is in."""
+        return self.rank // self._stage_ranks
+
     def sum(self, values: Tensor, exchange: str) -> None:
         """Sum over ranks in place.  Raises RankLost."""
         received = values.nbytes * (self.size - 1)
@@ -42,7 +49,7 @@ class Interconnect:
     def gather(self, values: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """What each rank has, on rank 0.  Raises RankLost."""
         gathered, stamps = self.collective.gather(values, counts)
-        if self.pipeline:  # That is no straggler, but the bubble.
+        if self.stages > 1:  # That is no straggler, but the bubble.
             last_ns = min(max(stamps.entered_ns), stamps.left_ns)
             self._bubble_ns += last_ns - stamps.entered_ns[self.rank]
             stamps = self._alone(last_ns, stamps.left_ns)
@@ -50,12 +57,13 @@ class Interconnect:
         return gathered
 
     def send(self, values: Tensor) -> None:
-        """To the next stage of a pipeline.  Raises RankLost."""
-        self.book("stage", self.collective.send(values, self.rank + 1), values.nbytes)
+        """To the rank of the same place in the next stage.  Raises RankLost."""
+        stamps = self.collective.send(values, self.rank + self._stage_ranks)
+        self.book("stage", self._alone(stamps.entered_ns[self.rank], stamps.left_ns), values.nbytes)
 
     def receive(self, values: Tensor) -> None:
-        """From the stage before.  Raises RankLost."""
-        self.book("stage", self.collective.receive(values, self.rank - 1), values.nbytes)
+        """From that of the stage before.  Raises RankLost."""
+        self.book("stage", self.collective.receive(values, self.rank - self._stage_ranks), values.nbytes)
 
     def told(self, began_ns: int, ended_ns: int, sent_bytes: int) -> None:
         """Rank 0 has told the others what to do."""
@@ -101,10 +109,16 @@ class Interconnect:
             self._met[rank] = self._met[rank] or bool(met)
             self._rank_wait_ns[rank] += wait_ns
 
-    @property
-    def spent_ns(self) -> int:
-        """In the exchanges since the book was last closed."""
-        return sum(tally[1] + tally[2] for tally in self._tallies.values())
+    def take(self, other: "Interconnect") -> None:
+        """Book what ranks 0 .. of `other`, which are the same ranks here, have exchanged among themselves."""
+        for exchange, counts in other._tallies.items():
+            tally = self._tallies.setdefault(exchange, [0, 0, 0, 0])
+            for place, more in enumerate(counts):
+                tally[place] += more
+        for rank in range(other.size):
+            self._met[rank] = self._met[rank] or other._met[rank]
+            self._rank_wait_ns[rank] += other._rank_wait_ns[rank]
+        other._open()
 
     def close_book(self) -> InterconnectBook:
         """The book of the step that ends; the next one begins."""

@@ -46,7 +46,8 @@ class SplitModel:
     @property
     def tiles(self) -> str:
         """Ranks that share layers change sums, so they belong into the fingerprint; stages change no bit."""
-        return self._own.tiles if self._seat.sums is None else f"{self._own.tiles} {len(self._parts)} ranks"
+        sums = self._seat.sums
+        return self._own.tiles if sums is None else f"{self._own.tiles} {sums.size} ranks"
 
     @property
     def reproducible(self) -> bool:
@@ -96,7 +97,7 @@ def follow(model: Model, seat: Seat, parts: Sequence[Shard]) -> None:
             model.reset()
         else:
             seat.interconnect.gather(*_answer(model, order, vocab, seat.rank))
-            seat.interconnect.close_book()  # Rank 0 has it from the stamps.
+            seat.close_book()  # Rank 0 has it from the stamps.
 
 
 def _answer(model: Model, order: Order, vocab: Sequence[Span], rank: int) -> tuple[Tensor, list[int]]:

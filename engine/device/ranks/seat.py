@@ -15,6 +15,7 @@ import msgspec
 from engine.device.ranks.book import Interconnect
 from engine.device.ranks.collective import RankLost
 from engine.plan import StepPlan
+from telemetry.records import InterconnectBook
 
 LOAD_S_MAX = 1800.0  # ranks load at different speeds: one may read from a slow disk, or pack for the first time
 ORDER_BYTES_MAX = 64 << 20
@@ -99,8 +100,13 @@ class Line:
 class Seat:
     """A rank's place: its number, the way to the others, and the lines; those of rank 0 lead to all others."""
 
-    def __init__(self, interconnect: Interconnect, lines: Sequence[Line], *, timeout_s: float) -> None:
+    def __init__(
+        self, interconnect: Interconnect, lines: Sequence[Line], *, timeout_s: float, stage: Interconnect | None = None
+    ) -> None:
+        """`stage`: to the ranks of its stage of the pipeline, if there are several stages and several ranks in each."""
+        assert stage is None or interconnect.stages > 1
         self.interconnect = interconnect
+        self._stage = stage
         self.lines = tuple(lines)
         self.timeout_s = timeout_s
 
@@ -112,7 +118,13 @@ class Seat:
     @property
     def sums(self) -> Interconnect | None:
         """To the ranks that have the other parts of the same layers; None: there are none."""
-        return None if self.interconnect.pipeline else self.interconnect
+        return self.interconnect if self.interconnect.stages == 1 else self._stage
+
+    def close_book(self) -> InterconnectBook:
+        """What rank 0 has exchanged in the step that ends."""
+        if self._stage is not None:
+            self.interconnect.take(self._stage)
+        return self.interconnect.close_book()
 
     def agree(self, holds: bool) -> bool:
         """Whether something holds for all ranks, each of which asks this at the same point.  Raises RankLost."""
@@ -138,3 +150,5 @@ class Seat:
         for line in self.lines:
             line.close()
         self.interconnect.collective.close()
+        if self._stage is not None:
+            self._stage.collective.close()

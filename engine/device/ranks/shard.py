@@ -87,8 +87,6 @@ def shards(a: Architecture, scheme: Scheme | None, *, tensor: int = 1, pipeline:
         raise ModelError(f"--tensor-parallel {tensor}: the model has {a.heads} query heads; choose 1 to {a.heads}")
     if pipeline > a.layers:
         raise ModelError(f"--pipeline-parallel {pipeline}: the model has {a.layers} layers; choose 1 to {a.layers}")
-    if tensor > 1 and pipeline > 1:
-        raise ModelError("--tensor-parallel and --pipeline-parallel cannot be had together: leave one of them at 1")
     units = _units(a.intermediate, scheme, tensor)
     heads, channels = _heads(a, tensor), even(a.intermediate, tensor, units)
     vocab = even(a.vocab_size, tensor, (_TILE, 1))

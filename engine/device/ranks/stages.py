@@ -27,11 +27,10 @@ MICRO_ROWS_MIN = 32  # rows of a micro-batch, below which weights take the time,
 class PipelineModel:
     """Implements `engine.device.compute.Model`, as far as it goes: only the last stage knows logits."""
 
-    def __init__(self, own: StageModel, interconnect: Interconnect, *, hidden: int, vocab_size: int) -> None:
+    def __init__(self, own: StageModel, interconnect: Interconnect, *, hidden: int) -> None:
         self._own = own
         self._interconnect = interconnect
         self._hidden = hidden
-        self._vocab_size = vocab_size if self._is_last else 0
 
     @property
     def name(self) -> str:
@@ -53,7 +52,7 @@ class PipelineModel:
         results, batch_ns, first = [], 0, 0
         parts: dict[str, int] = {}
         broken: set[int] = set()
-        for micro, slices in micro_batches(plan, self._interconnect.size):
+        for micro, slices in micro_batches(plan, self._interconnect.stages):
             rows_in = self._receive(micro)
             if self._is_last:
                 count = sum(len(sampling_rows(piece)) for piece in micro.slices)
@@ -72,7 +71,7 @@ class PipelineModel:
             [best for one in results for best in one.best],
             [highest for one in results for highest in one.highest],
             [lowest for one in results for lowest in one.lowest],
-            torch.cat([one.logits for one in results]) if results else torch.zeros(0, self._vocab_size),
+            torch.cat([one.logits for one in results]) if results else torch.zeros(0, 0),
             frozenset(broken),
             batch_ns,
             parts,
@@ -92,10 +91,10 @@ class PipelineModel:
 
     @property
     def _is_last(self) -> bool:
-        return self._interconnect.rank == self._interconnect.size - 1
+        return self._interconnect.stage == self._interconnect.stages - 1
 
     def _receive(self, plan: StepPlan) -> Tensor | None:
-        if self._interconnect.rank == 0:
+        if self._interconnect.stage == 0:
             return None
         rows = torch.empty(plan.tokens, self._hidden)
         self._interconnect.receive(rows)
