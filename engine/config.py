@@ -82,6 +82,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How long a rank may keep the others waiting before it counts as lost, and its group is started anew."""
     control: int = -1
     """Of ranks above 0: the descriptor of the line to rank 0."""
+    pulse: int = -1
+    """Of ranks above 0: the descriptor of the socket on which they and rank 0 give each other signs of life."""
     memory: int = -1
     """Of ranks above 0: the descriptor of the memory that ranks of one host share; -1: there is none."""
     meeting_port: int = 0
