@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
 
         if options.rank:
             return group.follow_leader(options)
-        with group.led(options) as (device, drafter):
+        with group.led(options, _refuse) as (device, drafter):
             server = Server(options.listen, hello(options, device), secret_in(os.environ))
             serve(options, device, server, drafter)
     except msgspec.MsgspecError as error:

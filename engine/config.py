@@ -82,8 +82,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How long a rank may keep the others waiting before it counts as lost, and its group is started anew."""
     control: int = -1
     """Of ranks above 0: the descriptor of the line to rank 0."""
-    memory: int = -1
-    """Of ranks above 0: the descriptor of the memory that ranks of one host share; -1: there is none."""
+    pulse: int = -1
+    """Of ranks above 0: the descriptor of the socket on which they and rank 0 give each other signs of life."""
+    memory: tuple[int, ...] = ()
+    """
+    Of ranks above 0: the descriptors of the memory that all ranks share, and of those that the ranks of each stage do,
+    if there are several of both; empty: there is none.
+    """
     meeting_port: int = 0
     """Of ranks above 0: where they find each other, if there is none."""
     context_max: int = 0

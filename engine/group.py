@@ -1,13 +1,16 @@
 """
 The ranks of one engine as processes: rank 0 starts the others, and nobody outlives the group.
 
-    rank 0 --starts--> ranks 1 ..          each is `python -m engine` with a rank, a line and the shared memory
-    rank r ends        rank 0 sees its process end, says so and ends as well
+    rank 0 --starts--> ranks 1 ..   each is `python -m engine` with a rank, a line, a pulse and the shared memory
+    rank r ends        its pulse is gone: rank 0 says how it ended, and ends as well
+    rank r hangs       in a step the next exchange fails after `rank_timeout_s` on all others, else it has no pulse for
+                       twice as long: rank 0 says so and ends
+    rank r refuses     to load: its last words are those of rank 0, which ends as it would for a reason of its own
     rank 0 ends        the kernel kills the others (PR_SET_PDEATHSIG), also stopped ones
-    rank r hangs       the next exchange fails after `rank_timeout_s` on all others; rank 0 says so and ends
-    rank 0 hangs       the others end it: it may be stopped, and then only a kill helps
+    rank 0 hangs       the others notice likewise, and kill it: it may be stopped, and then nothing else helps
 
-Whoever supervises rank 0 starts it again, and with it the group; its requests are resumed from what had been said.
+All this holds also while they load, and while they have nothing to do.  Whoever supervises rank 0 starts it again, and
+with it the group; its requests are resumed from what had been said.
 """
 
 import contextlib
@@ -15,6 +18,7 @@ import ctypes
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -35,57 +39,86 @@ from engine.device.ranks.book import Interconnect
 from engine.device.ranks.collective import Collective, RankLost
 from engine.device.ranks.gloo import Gloo, open_store
 from engine.device.ranks.model import follow
-from engine.device.ranks.seat import Line, Seat
-from engine.device.ranks.shared_memory import SharedMemory
+from engine.device.ranks.pulse import Pulse
+from engine.device.ranks.seat import Line, LineClosed, Seat
+from engine.device.ranks.shared_memory import SharedMemory, reserve
 from engine.device.runner import exchanged_values, load_model, refuse_ranks
+from telemetry import logs
 from telemetry.clock import CLOCK_ID
 
-EXIT_LOST = 1
+EXIT_LOST, EXIT_REFUSED = 1, 2
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 START_S_MAX = 120.0  # until the processes of all ranks have met
 CLOSE_S_MAX = 5.0
+KNOWN_S = 0.3  # until the end of a process is known, when others have missed it
 HERE = "127.0.0.1"
+
+Refuse = Callable[[str], int]
+"""Say to the person what to mend; returns this process's exit code."""
 
 log = structlog.get_logger("engine")
 
 
 class Group:
-    """The ranks, as rank 0 has them."""
+    """The ranks, as rank 0 has them.  While it is open, this process ends with any of them."""
 
-    def __init__(self, seat: Seat, followers: Sequence["subprocess.Popen[bytes]"]) -> None:
-        self.seat = seat
-        self._followers = tuple(followers)
-        self._closing = False
+    def __init__(self, options: EngineOptions, refuse: Refuse) -> None:
+        """Start the other ranks, which begin to load at once.  Raises ModelError, MemoryShort and RankLost."""
+        refuse_ranks(options)
+        options = msgspec.structs.replace(options, memory=_shared_memory(options))
+        store = None
+        if not options.memory:
+            store = open_store(HERE, 0, leads=True, start_s=START_S_MAX)
+            options = msgspec.structs.replace(options, meeting_port=store.port)
+        self._refuse = refuse
+        self._ending = threading.Lock()  # who has it says why this group ends, and nobody else does
+        self._followers: list[subprocess.Popen[bytes]] = []
+        self._pulses: list[Pulse] = []
+        lines = [self._start(options, rank) for rank in range(1, ranks_of(options))]
+        self.seat = _seat(options, lines, store)
+        for descriptor in options.memory[2:]:  # of the other stages, who have inherited them
+            os.close(descriptor)
 
-    def watch(self, on_lost: Callable[[RankLost], object]) -> None:
-        """From now on, `on_lost` is called, on a thread of its own, when a follower's process ends."""
-        for rank, process in enumerate(self._followers, 1):
-            threading.Thread(target=self._await, args=(rank, process, on_lost), daemon=True).start()
+    def _start(self, options: EngineOptions, rank: int) -> Line:
+        line, control = socket.socketpair()
+        end, pulse = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with control, pulse:
+            given = msgspec.structs.replace(options, rank=rank, control=control.fileno(), pulse=pulse.fileno())
+            command = [sys.executable, "-P", "-m", "engine", "--options", msgspec.json.encode(given).decode()]
+            inherited = (given.control, given.pulse, *given.memory)
+            process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
+        self._followers.append(process)
+        self._pulses.append(Pulse(end, rank=rank, timeout_s=options.rank_timeout_s))
+        threading.Thread(target=self._attend, args=(process, self._pulses[-1]), daemon=True).start()
+        return Line(line, rank=rank)
 
-    def _await(self, rank: int, process: "subprocess.Popen[bytes]", on_lost: Callable[[RankLost], object]) -> None:
-        code = process.wait()
-        if not self._closing:
-            on_lost(RankLost(rank, ended(code)))
-
-    def blame(self, lost: RankLost) -> RankLost:
-        """A rank that is lost while all load: the message for whoever waits, with what is known of its end."""
-        process = self._followers[lost.rank - 1] if 0 < lost.rank <= len(self._followers) else None
+    def _attend(self, process: "subprocess.Popen[bytes]", pulse: Pulse) -> None:
         try:
-            code = process.wait(CLOSE_S_MAX) if process is not None else None
+            words = pulse.attend(START_S_MAX)
+            lost = None if words else RankLost(pulse.rank, ended(process.wait(CLOSE_S_MAX)))
         except subprocess.TimeoutExpired:
-            code = None
-        return lost if code is None else RankLost(lost.rank, f"{ended(code)} while it loaded")
+            lost = RankLost(pulse.rank, "has hung up")
+        except RankLost as error:
+            lost = error
+        if not self._ending.acquire(blocking=False):
+            return
+        if lost is None:
+            os._exit(self._refuse(f"rank {pulse.rank}: {words}"))
+        log.critical("rank_lost", error=str(lost), consequence="this engine ends, and has to be started again")
+        logs.reset()
+        os._exit(EXIT_LOST)
 
     def close(self, grace_s: float = CLOSE_S_MAX) -> None:
-        """End the followers; who does not within `grace_s` is killed."""
-        self._closing = True
+        """End the followers, once; who does not within `grace_s` is killed."""
+        self._ending.acquire()  # If somebody else has it, this process ends here.
         self.seat.close()
-        for process in self._followers:
+        for process, pulse in zip(self._followers, self._pulses, strict=True):
             try:
                 process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            pulse.close()
 
 
 def ended(code: int) -> str:
@@ -98,121 +131,132 @@ def ranks_of(options: EngineOptions) -> int:
     return options.tensor_parallel * options.pipeline_parallel
 
 
-def start_group(options: EngineOptions) -> Group:
-    """Start the other ranks, which begin to load at once; for rank 0.  Raises ModelError, MemoryShort and RankLost."""
-    refuse_ranks(options)
-    size = ranks_of(options)
-    memory = _shared_memory(options)
-    store = None if memory is not None else open_store(HERE, 0, leads=True, start_s=START_S_MAX)
-    where = {"memory": memory.descriptor} if memory is not None else {"meeting_port": store.port if store else 0}
-    common = msgspec.structs.replace(options, **where)
-    pairs = [socket.socketpair() for _ in range(size - 1)]
-    followers = [_start_follower(common, rank, theirs) for rank, (_, theirs) in enumerate(pairs, 1)]
-    lines = [Line(ours, rank=rank) for rank, (ours, _) in enumerate(pairs, 1)]
-    collective: Collective | None = memory
-    if store is not None:
-        collective = _gloo(store, common)
-    assert collective is not None
-    interconnect = Interconnect(collective, stages=options.pipeline_parallel)
-    return Group(Seat(interconnect, lines, timeout_s=options.rank_timeout_s), followers)
+def _seat(options: EngineOptions, lines: Sequence[Line], store: Store | None) -> Seat:
+    """
+    The place of a rank among all, and in its stage.  Raises RankLost, Unavailable and MemoryShort.
 
-
-def _start_follower(options: EngineOptions, rank: int, line: socket.socket) -> "subprocess.Popen[bytes]":
-    with line:
-        given = msgspec.structs.replace(options, rank=rank, control=line.fileno())
-        command = [sys.executable, "-P", "-m", "engine", "--options", msgspec.json.encode(given).decode()]
-        inherited = [descriptor for descriptor in (given.control, given.memory) if descriptor >= 0]
-        return subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
-
-
-def join_group(options: EngineOptions) -> Seat:
-    """The place of a rank that rank 0 has started.  From now on it does not outlive rank 0.  Raises RankLost."""
-    leader = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != leader:  # it died before we asked
-            os._exit(EXIT_LOST)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends us
-    line = Line(socket.socket(fileno=options.control), rank=0)
-    collective: Collective
-    if options.memory >= 0:
-        size, timeout_s = ranks_of(options), options.rank_timeout_s
-        collective = SharedMemory.join(options.memory, options.rank, size, exchanged_values(options), timeout_s)
-    else:
+    `store`: of rank 0, where the ranks are to find each other; the others look for it.
+    """
+    number, place = divmod(options.rank, options.tensor_parallel)
+    if not options.memory and store is None:
         store = open_store(HERE, options.meeting_port, leads=False, start_s=START_S_MAX)
-        collective = _gloo(store, options)
-    interconnect = Interconnect(collective, stages=options.pipeline_parallel)
-    return Seat(interconnect, [line], timeout_s=options.rank_timeout_s)
+    everybody = _collective(options, options.rank, ranks_of(options), options.memory[:1], store, "ranks")
+    stage = None
+    if _nests(options):
+        memory = options.memory[1 + number : 2 + number]
+        stage = _collective(options, place, options.tensor_parallel, memory, store, f"stage {number}")
+    return Seat(
+        Interconnect(everybody, stages=options.pipeline_parallel),
+        lines,
+        timeout_s=options.rank_timeout_s,
+        stage=None if stage is None else Interconnect(stage),
+    )
 
 
-def _shared_memory(options: EngineOptions) -> SharedMemory | None:
-    """For rank 0; None: ranks are to speak over gloo, or have to."""
-    if options.interconnect == "gloo":
-        return None
-    try:
-        return SharedMemory.create(ranks_of(options), exchanged_values(options), options.rank_timeout_s)
-    except Unavailable as reason:
-        if options.interconnect == "shared-memory":
-            raise ModelError(f"--interconnect shared-memory: {reason}") from reason
-        log.warning("no_shared_memory", error=str(reason), consequence="ranks speak over gloo, which is slower")
-        return None
+def _nests(options: EngineOptions) -> bool:
+    """Whether there are several stages, and several ranks in each."""
+    return options.tensor_parallel > 1 and options.pipeline_parallel > 1
 
 
-def _gloo(store: Store, options: EngineOptions) -> Gloo:
+def _collective(
+    options: EngineOptions, rank: int, size: int, memory: Sequence[int], store: Store | None, name: str
+) -> Collective:
+    if memory:
+        return SharedMemory.join(memory[0], rank, size, exchanged_values(options), options.rank_timeout_s)
+    assert store is not None
     return Gloo(
         store,
-        rank=options.rank,
-        size=ranks_of(options),
+        rank=rank,
+        size=size,
         address=HERE,
         timeout_s=options.rank_timeout_s,
         start_s=START_S_MAX,
         clock_id=CLOCK_ID,
+        name=name,
     )
 
 
+class _Leader:
+    """Rank 0, as the others have it: from now on this process does not outlive it."""
+
+    def __init__(self, options: EngineOptions, line: socket.socket) -> None:
+        self._rank = options.rank
+        pid, _, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != pid:  # it died before we asked
+            os._exit(EXIT_LOST)
+        self._process = os.pidfd_open(pid)
+        self.pulse = Pulse(socket.socket(fileno=options.pulse), rank=0, timeout_s=options.rank_timeout_s)
+        threading.Thread(target=self._attend, daemon=True).start()
+
+    def kill(self, lost: RankLost) -> None:
+        """It has to end, and can not be asked to: it may be stopped.  This process ends with it."""
+        log.critical("rank_lost", by=self._rank, error=str(lost), consequence="the engine is started again")
+        logs.reset()  # there is no later
+        signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    def _attend(self) -> None:
+        try:
+            self.pulse.attend(START_S_MAX)
+        except RankLost as lost:
+            self.kill(lost)
+
+
+def _shared_memory(options: EngineOptions) -> tuple[int, ...]:
+    """What the ranks are to join; nothing: they are to speak over gloo, or have to."""
+    if options.interconnect == "gloo":
+        return ()
+    sizes = [ranks_of(options), *([options.tensor_parallel] * options.pipeline_parallel if _nests(options) else ())]
+    try:
+        return tuple(reserve(size, exchanged_values(options)) for size in sizes)
+    except Unavailable as reason:
+        if options.interconnect == "shared-memory":
+            raise ModelError(f"--interconnect shared-memory: {reason}") from reason
+        log.warning("no_shared_memory", error=str(reason), consequence="ranks speak over gloo, which is slower")
+        return ()
+
+
 @contextlib.contextmanager
-def led(options: EngineOptions) -> Iterator[tuple[Device, DraftModel | None]]:
+def led(options: EngineOptions, refuse: Refuse) -> Iterator[tuple[Device, DraftModel | None]]:
     """
     The device of an engine, computed by as many ranks as its options say, and its draft model.
 
-    Raises ModelError, and RankLost: also inside the block, if a rank is lost there while the device computes; if one
-    ends while it does not, this process ends.
+    Raises ModelError, and RankLost: also inside the block, if a rank is lost there while the device computes.  If one
+    is lost at another time this process ends, and what one of them has refused is handed to `refuse` first.
     """
     if ranks_of(options) == 1:
         yield load_pair(options)
         return
-    group = start_group(options)
+    group = Group(options, refuse)
     try:
-        try:
-            pair = load_pair(options, group.seat)
-        except RankLost as lost:
-            raise group.blame(lost) from lost
-        group.watch(_end)
-        yield pair
-    except RankLost:
+        yield load_pair(options, group.seat)
+    except BaseException as error:
+        if isinstance(error, RankLost):
+            time.sleep(KNOWN_S)  # Whoever attends to it may know why it is lost, and ends this process.
         group.close(0)
         raise
-    finally:
-        group.close()
+    group.close()
 
 
 def follow_leader(options: EngineOptions) -> int:
-    """Be one of the ranks that rank 0 has started, until it ends.  Returns the exit code.  Raises ModelError."""
-    leader = os.pidfd_open(os.getppid())
-    seat = join_group(options)
-    loaded = load_model(beside_draft(options), seat=seat)
-    log.info("rank_ready", rank=options.rank, replica=options.replica)
+    """Be one of the ranks that rank 0 has started, until it ends.  Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends us
+    line = socket.socket(fileno=options.control)
+    leader = _Leader(options, line)
     try:
+        seat = _seat(options, [Line(line, rank=0)], None)
+        loaded = load_model(beside_draft(options), seat=seat)
+        log.info("rank_ready", rank=options.rank, replica=options.replica)
         follow(loaded.model, seat, loaded.parts)
+    except ModelError as error:
+        leader.pulse.last_words(str(error))
+        return EXIT_REFUSED
+    except LineClosed:
+        return EXIT_LOST
     except RankLost as lost:
-        log.critical("rank_lost", by=options.rank, error=str(lost), consequence="the engine is started again")
         if lost.rank:  # Rank 0 finds the same, and ends us; who it is is for it to say.
-            time.sleep(options.rank_timeout_s)
-        signal.pidfd_send_signal(leader, signal.SIGKILL)  # It may be stopped, and would never notice.
+            time.sleep(options.rank_timeout_s + CLOSE_S_MAX)
+        leader.kill(lost)
         return EXIT_LOST
     return 0
-
-
-def _end(lost: RankLost) -> None:
-    log.critical("rank_lost", error=str(lost), consequence="this engine ends, and has to be started again")
-    os._exit(EXIT_LOST)

@@ -22,6 +22,7 @@ ENGINE_OPTIONS = (
     "tensor_parallel",
     "pipeline_parallel",
     "rank_timeout_s",
+    "interconnect",
     "threads",
     "max_context",
     "kv_memory",

@@ -229,6 +229,13 @@ OPTIONS = (
         parse=seconds(least=0.1),
     ),
     Option(
+        name="interconnect",
+        default="auto",
+        metavar="WAY",
+        help="How ranks exchange numbers: shared-memory or gloo; auto: shared memory, where it can be had.",
+        parse=one_of("auto", "shared-memory", "gloo"),
+    ),
+    Option(
         name="engine",
         default="",
         metavar="tcp://HOST:PORT",
@@ -404,6 +411,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tensor_parallel: int
     pipeline_parallel: int
     rank_timeout_s: float
+    interconnect: str
     engine: tuple[str, ...]
     engine_secret_file: str
     workers: int

@@ -220,6 +220,7 @@ def engine_options(
         tensor_parallel=options.tensor_parallel,
         pipeline_parallel=options.pipeline_parallel,
         rank_timeout_s=options.rank_timeout_s,
+        interconnect=options.interconnect,
         packed_directory=str(packed),
         threads=options.threads,
         context_max=options.max_context,

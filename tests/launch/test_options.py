@@ -36,6 +36,7 @@ def test_every_option_can_be_given_in_every_place(option: Option, tmp_path: Path
         "dtype": "float32",
         "quantization": "int8",
         "kv_dtype": "fp8",
+        "interconnect": "gloo",
         "routing": "round-robin",
         "log_format": "json",
         "otlp_endpoint": "http://x:4318",

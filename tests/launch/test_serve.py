@@ -68,6 +68,7 @@ GIVEN = {
     "tensor_parallel": "2",
     "pipeline_parallel": "3",
     "rank_timeout_s": "0.5",
+    "interconnect": "gloo",
     "workers": "2",
     "routing": "least-tokens",
     "threads": "3",

@@ -55,13 +55,7 @@ class SharedMemory:
         `timeout_s` bounds each wait for another rank.  Raises MemoryShort, and Unavailable without native kernels.
         """
         library = library or any_library()
-        bytes_shared = library.group_bytes(size, values_max)
-        try:
-            descriptor = os.memfd_create("pellucid-ranks")
-            os.posix_fallocate(descriptor, 0, bytes_shared)  # now, so that memory cannot run out later
-        except OSError as error:
-            raise _short(bytes_shared) from error
-        return cls(library, descriptor, 0, size, values_max, timeout_s)
+        return cls(library, reserve(size, values_max, library=library), 0, size, values_max, timeout_s)
 
     @classmethod
     def join(
@@ -135,6 +129,21 @@ class SharedMemory:
             raise self.lost(code)
         *entered_ns, left_ns = self._stamps
         return Stamps(entered_ns, left_ns)
+
+
+def reserve(size: int, values_max: int, *, library: Library | None = None) -> int:
+    """
+    Memory for a group of `size` ranks, all of which are to join it: its descriptor.
+
+    Raises MemoryShort, and Unavailable without native kernels.
+    """
+    bytes_shared = (library or any_library()).group_bytes(size, values_max)
+    try:
+        descriptor = os.memfd_create("pellucid-ranks")
+        os.posix_fallocate(descriptor, 0, bytes_shared)  # now, so that memory cannot run out later
+    except OSError as error:
+        raise _short(bytes_shared) from error
+    return descriptor
 
 
 def _checked(values: Tensor) -> tuple[int, int]:
