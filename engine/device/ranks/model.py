@@ -165,7 +165,10 @@ def merged(
         highest.append(heights[winner] if sound else -math.inf)
         lowest.append(min(one[2][row] for one in rows))
     asked = [count for count in wanted if count]
-    logits = torch.full((len(asked), vocab_size), -math.inf)
+    logits = torch.empty(len(asked), vocab_size)
+    for row, count in enumerate(asked):
+        if count != ALL:
+            logits[row] = -math.inf
     for found, part in knowing:
         at = slices + 3 * len(wanted)
         for row, count in enumerate(asked):
