@@ -262,16 +262,15 @@ def _context_max(architecture: Architecture, wanted: int) -> int:
 
 def needed_bytes(form: Form, blocks_max: int, options: EngineOptions) -> int:
     """Memory of weights, KV, and what computing takes beside them, of all ranks."""
-    return sum(
-        _rank_bytes(form, part.of(form.checkpoint.architecture), blocks_max, options)
-        for part in parts_of(form, options)
-    )
+    return sum(_rank_bytes(form, part, blocks_max, options) for part in parts_of(form, options))
 
 
-def _rank_bytes(form: Form, a: Architecture, blocks_max: int, options: EngineOptions) -> int:
+def _rank_bytes(form: Form, part: Shard, blocks_max: int, options: EngineOptions) -> int:
+    a = part.of(form.checkpoint.architecture)
     attention = a.hidden * (2 * a.query_size + 2 * a.kv_size)
     linear = a.layers * (attention + 3 * a.hidden * a.intermediate)
-    weights = linear * weight_bytes(form.scheme, form.dtype) + 2 * a.vocab_size * a.hidden * form.dtype.itemsize
+    ends = (a.vocab_size + part.vocab.length) * a.hidden * form.dtype.itemsize  # embedding and head
+    weights = linear * weight_bytes(form.scheme, form.dtype) + ends
     return int(weights) + blocks_max * block_bytes(a, form.dtype, form.kv_dtype) + _working_bytes(form, a, options)
 
 

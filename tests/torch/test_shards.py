@@ -11,7 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from engine.device.errors import ModelError
+from engine.device.form import choose_form
 from engine.device.ranks.shard import Shard, Span, even, shards, whole
+from engine.device.runner import needed_bytes
 from engine.device.weights import Weights
 from quant.formats.architecture import Architecture, Rope
 from quant.formats.checkpoint import open_checkpoint
@@ -20,6 +22,7 @@ from quant.formats.rounding import round_weight
 from quant.formats.scheme import Scheme
 from quant.formats.weights import Affine, Quantized, cut
 from tests.torch.rounded import SCHEMES
+from tests.torch.thread_ranks import options_of
 
 
 def _architecture(*, heads: int, kv_heads: int, intermediate: int, vocab_size: int, layers: int = 4) -> Architecture:
@@ -177,3 +180,12 @@ def test_the_embedding_is_whole_and_the_head_is_not(tiny_model: Path) -> None:
     heads = [Weights(checkpoint, torch.float32, None, part).head() for part in parts]
     assert torch.equal(torch.cat(heads), Weights(checkpoint, torch.float32).head())
     assert Weights(checkpoint, torch.float32, None, parts[1]).embedding().shape == (259, 96)
+
+
+def test_ranks_together_need_what_one_does_and_an_embedding_each(tiny_model: Path) -> None:
+    needed = []
+    for tensor in (1, 2, 3):
+        options = options_of(tiny_model, tensor=tensor)
+        needed.append(needed_bytes(choose_form(open_checkpoint(tiny_model), options), 10, options))
+    embedding, key_head = 259 * 96 * 4, 2 * 96 * 16 * 2 * 4 + 10 * 2 * 16 * 2 * 16 * 4
+    assert [more - needed[0] for more in needed[1:]] == [embedding, 2 * embedding + key_head], "three share two heads"
