@@ -183,7 +183,8 @@ def test_when_rank_0_dies_the_others_are_gone_at_once(start: Start) -> None:
 def test_it_stops_when_it_is_told_to(start: Start) -> None:
     ranks = start(interconnect="gloo")
     pids = ranks.ready()
-    os.kill(pids[0], signal.SIGTERM)
+    for pid in reversed(pids):  # as a service manager does it
+        os.kill(pid, signal.SIGTERM)
     assert ranks.end() == 0
     assert "lost" not in ranks.said
     _nobody_is_left(pids)
