@@ -102,11 +102,10 @@ class Group:
             lost = error
         if not self._ending.acquire(blocking=False):
             return
-        if lost is None:
-            os._exit(self._refuse(f"rank {pulse.rank}: {words}"))
-        log.critical("rank_lost", error=str(lost), consequence="this engine ends, and has to be started again")
-        logs.reset()
-        os._exit(EXIT_LOST)
+        if lost is not None:
+            log.critical("rank_lost", error=str(lost), consequence="this engine ends, and has to be started again")
+        logs.reset()  # there is no later
+        os._exit(EXIT_LOST if lost is not None else self._refuse(f"rank {pulse.rank}: {words}"))
 
     def close(self, grace_s: float = CLOSE_S_MAX) -> None:
         """End the followers, once; who does not within `grace_s` is killed."""
@@ -123,7 +122,9 @@ class Group:
 
 def ended(code: int) -> str:
     """`was killed by SIGSEGV` or `ended with code 1`."""
-    return f"ended with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"ended with code {code}"
+    return f"was killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
 
 
 def ranks_of(options: EngineOptions) -> int:
@@ -241,7 +242,8 @@ def led(options: EngineOptions, refuse: Refuse) -> Iterator[tuple[Device, DraftM
 
 def follow_leader(options: EngineOptions) -> int:
     """Be one of the ranks that rank 0 has started, until it ends.  Returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends us
+    for number in (signal.SIGINT, signal.SIGTERM):  # Who sends them to all of us means rank 0, which ends the others.
+        signal.signal(number, signal.SIG_IGN)
     line = socket.socket(fileno=options.control)
     leader = _Leader(options, line)
     try:

@@ -1,5 +1,5 @@
 """
-The real processes, with two engine replicas, keys and limits, and ways to hurt them.
+The real processes, with some engines, keys and limits, and ways to hurt them.
 """
 
 import json
@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 
 from cache.embedded import SOCKET
 from tests.live.conftest import ROOT, Appliance, serve
+from tests.processes import children_of, ranks_of
 
 WAIT_S = 90.0
 """For a restarted engine: it loads the model anew, beside one that works."""
@@ -89,8 +91,9 @@ class Stream:
 class Fleet:
     """A running appliance, its processes, and a key for it."""
 
-    def __init__(self, appliance: Appliance, data: Path, key: str) -> None:
+    def __init__(self, appliance: Appliance, data: Path, key: str, replicas: int) -> None:
         self.appliance = appliance
+        self.replicas = replicas
         self.data = data
         self.key = key
         self.orphans: set[bytes] = set()
@@ -149,17 +152,10 @@ class Fleet:
     def processes(self, module: str) -> dict[int, list[str]]:
         """Process ids and command lines of our children that run `module`, or a program of that name."""
         found: dict[int, list[str]] = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                words = [word.decode() for word in (entry / "cmdline").read_bytes().split(b"\0")]
-            except OSError:
-                continue  # It has just ended.
+        for pid, words in children_of(self.appliance.process.pid).items():
             program = words[0].partition(" ")[0]  # Valkey says behind its name where it listens
-            if parent == self.appliance.process.pid and (module in words or program.endswith(module)):
-                found[int(entry.name)] = words
+            if module in words or program.endswith(module):
+                found[pid] = words
         return found
 
     def engine(self, replica: int) -> int:
@@ -169,6 +165,10 @@ class Fleet:
             if json.loads(words[words.index("--options") + 1])["replica"] == replica:
                 return pid
         raise AssertionError(f"there is no replica {replica}")
+
+    def ranks(self, replica: int) -> list[int]:
+        """The process ids of a replica's ranks that have been started, by rank."""
+        return ranks_of(self.engine(replica))
 
     def worker(self, number: int) -> int:
         """The process id of a gateway."""
@@ -221,10 +221,10 @@ class Fleet:
         return time.monotonic() - begun_s
 
     def until_whole(self) -> float:
-        """Until both replicas serve and the limits are kept by the server again."""
+        """Until all replicas serve and the limits are kept by the server again."""
 
         def whole() -> bool:
-            return self.all_see(2) and self.get("/health")["status"] == "ok"
+            return self.all_see(self.replicas) and self.get("/health")["status"] == "ok"
 
         return self.until(whole, "all is well again")
 
@@ -276,18 +276,25 @@ def new_key(data: Path, *, concurrent: int = CONCURRENT) -> str:
     return key
 
 
+@contextmanager
+def started(model: Path, data: Path, replicas: int, *options: str) -> Iterator[Fleet]:
+    """An appliance of `model` whose engines have one thread each, when all is well."""
+    key = new_key(data)
+    common = ["--model", str(model), "--data-dir", str(data), "--replicas", str(replicas), "--threads", "1"]
+    with serve(*common, "--drain", "5", *options) as appliance:
+        running = Fleet(appliance, data, key, replicas)
+        running.until_whole()
+        yield running
+
+
 @pytest.fixture(scope="session")
 def fleet(default_model: Path) -> Iterator[Fleet]:
-    """Two gateways, and two replicas of the default model with one thread each, for all tests of this folder."""
-    with tempfile.TemporaryDirectory(prefix="pellucid-chaos-") as folder:
-        data = Path(folder)
-        key = new_key(data)
-        options = ["--model", str(default_model), "--data-dir", folder, "--replicas", "2", "--threads", "1"]
-        options += ["--workers", "2"]
-        with serve(*options, "--kv-memory", "256MiB", "--drain", "5") as appliance:
-            running = Fleet(appliance, data, key)
-            running.until_whole()
-            yield running
+    """Two gateways, and two replicas of the default model, for all tests of this folder but those of ranks."""
+    with (
+        tempfile.TemporaryDirectory(prefix="pellucid-chaos-") as folder,
+        started(default_model, Path(folder), 2, "--workers", "2", "--kv-memory", "256MiB") as running,
+    ):
+        yield running
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -35,7 +35,7 @@ def test_it_fills_up(small_disk: Path, default_model: Path) -> None:
     key = new_key(small_disk)
     options = ["--model", str(default_model), "--data-dir", str(small_disk), "--threads", "2"]
     with serve(*options, "--kv-memory", "256MiB", "--drain", "2") as appliance:
-        fleet = Fleet(appliance, small_disk, key)
+        fleet = Fleet(appliance, small_disk, key, 1)
         assert fleet.post(max_tokens=4).status_code == 200
         text = fleet.stream(fleet.body(1)).end().text
         filler = small_disk / "filler"

@@ -2,8 +2,6 @@
 A group of ranks as processes, `python -m engine`: what becomes of one is noticed, it is named, and nobody stays.
 """
 
-import contextlib
-import json
 import os
 import re
 import signal
@@ -19,6 +17,7 @@ import pytest
 
 from engine.api import GenerateRequest, Sampling, encode
 from engine.config import EngineOptions
+from tests.processes import is_there, ranks_of
 from tests.torch.tiny import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,15 +48,13 @@ class Ranks:
 
     def pids(self) -> list[int]:
         """Of each rank.  All are there."""
-        found: dict[int, int] = {}
 
         def complete() -> bool:
             assert self._process.poll() is None, self.said
-            found.update(_followers_of(self._process.pid))
-            return len(found) == self._count - 1
+            return len(ranks_of(self._process.pid)) == self._count
 
         self.until(complete, "all ranks have been started")
-        return [self._process.pid, *(found[rank] for rank in range(1, self._count))]
+        return ranks_of(self._process.pid)
 
     def ready(self) -> list[int]:
         """Wait until it serves; the process ids by rank."""
@@ -103,25 +100,6 @@ class Ranks:
             time.sleep(0.01)
 
 
-def _followers_of(parent: int) -> dict[int, int]:
-    """Process ids by rank."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            words = (entry / "cmdline").read_bytes().decode().split("\0")
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                found[int(json.loads(words[words.index("--options") + 1])["rank"])] = int(entry.name)
-    return found
-
-
-def _is_there(pid: int) -> bool:
-    """As anything but a zombie that nobody has asked about yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 Start = Callable[..., Ranks]
 
 
@@ -151,7 +129,7 @@ def start(tmp_path: Path, tiny_model: Path) -> Iterator[Start]:
 
 
 def _nobody_is_left(pids: list[int]) -> None:
-    Ranks.until(lambda: not any(map(_is_there, pids)), "all ranks are gone", NOTICED_S)
+    Ranks.until(lambda: not any(map(is_there, pids)), "all ranks are gone", NOTICED_S)
 
 
 def test_a_rank_that_dies_is_named_and_ends_its_group(start: Start) -> None:
@@ -205,7 +183,8 @@ def test_when_rank_0_dies_the_others_are_gone_at_once(start: Start) -> None:
 def test_it_stops_when_it_is_told_to(start: Start) -> None:
     ranks = start(interconnect="gloo")
     pids = ranks.ready()
-    os.kill(pids[0], signal.SIGTERM)
+    for pid in reversed(pids):  # as a service manager does it
+        os.kill(pid, signal.SIGTERM)
     assert ranks.end() == 0
     assert "lost" not in ranks.said
     _nobody_is_left(pids)
