@@ -282,6 +282,8 @@ class Exchange:
             resumes=sum(call.resumes for call in calls),
             steps=_sum(records, "steps"),
             kv_block_ns=_sum(records, "kv_block_ns"),
+            interconnect_wait_ns=_sum(records, "interconnect_wait_ns"),
+            interconnect_transfer_ns=_sum(records, "interconnect_transfer_ns"),
             first_token_ns=first_ns - self.book.opened_ns if first_ns else 0,
             gap_max_ns=max((record.gap_max_ns for record in records), default=relayed.gap_max_ns),
             degenerate=next((record.degenerate for record in records if record.degenerate), ""),

@@ -16,6 +16,8 @@ import re
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
+
 from engine.api import (
     Abort,
     Delta,
@@ -50,6 +52,8 @@ class Job:
         self.output = list(request.prompt[self.prompt_tokens :])
         self.aborted = asyncio.Event()
         self.writer = writer
+        self.spent: dict[str, int] = {}
+        """Further numbers of its record."""
         self._ledger = Ledger("prefill", now_ns())
         self._finished = False
 
@@ -100,7 +104,7 @@ class Job:
 
     def _record(self, reason: str) -> RequestRecord:
         ended_ns = now_ns()
-        return RequestRecord(
+        record = RequestRecord(
             request_id=self.request.request_id,
             outcome=reason,
             accepted_ns=self._ledger.opened_ns,
@@ -110,6 +114,7 @@ class Job:
             computed_tokens=self.prompt_tokens,
             output_tokens=len(self.output),
         )
+        return msgspec.structs.replace(record, **self.spent)
 
     async def _send(self, delta: Delta, *records: RequestRecord) -> None:
         step = StepRecord(step_id=self.engine.next_step(), ended_ns=now_ns(), step_ns=0, parts={}, finished=records)

@@ -2,9 +2,12 @@
 With an engine that follows a script: what it is told, and what the client gets, down to the byte.
 """
 
+import msgspec
 import pytest
 
+from telemetry.records import RequestRecord
 from tests.http.asking import Body, Pair, chat, contents, post, prompt, stream
+from tests.http.conftest import Custom
 from tests.http.fake_engine import Job
 from tests.http.golden import check_golden
 from tests.http.harness import LiveGateway
@@ -221,3 +224,29 @@ class TestText:
         self.golden(gateway, "completion", prompt(echo=True, n=2), "/v1/completions")
         self.golden(gateway, "completion-logprobs", prompt(logprobs=1), "/v1/completions")
         self.golden(gateway, "chat-logprobs", chat(logprobs=True, top_logprobs=1))
+
+
+_NOT_SUMMED = {
+    "accepted_ns", "finished_ns", "first_token_ns", "gap_max_ns",  # times, of the gateway's own clock
+    "prompt_tokens", "cached_tokens", "computed_tokens", "output_tokens",  # the bill, which other tests compare
+    "resumes", "status", "choices", "replica", "reserved_tokens", "charged_tokens", "charged_micros",  # its own facts
+}  # fmt: skip
+
+
+def test_what_the_engine_has_counted_for_each_choice_is_in_the_record(custom: Custom) -> None:
+    """All of it: a number that is new in the engine's record and forgotten here would stay 0 for ever."""
+    counted = [field.name for field in msgspec.structs.fields(RequestRecord) if field.type is int]
+    spent = {name: 100 + place for place, name in enumerate(counted) if name not in _NOT_SUMMED}
+    spent["drafted_tokens"] = spent["draft_accepted_tokens"] + spent["draft_rejected_tokens"]
+
+    async def behave(job: Job) -> None:
+        job.spent = spent
+        await job.accept()
+        await job.finish("length", tokens=[40, 41, 42])
+
+    gateway, engine = custom()
+    engine.behaviour = behave
+    record = gateway.record(post(gateway, chat(n=2))["id"])
+    assert {name: getattr(record, name) for name in spent} == {name: 2 * value for name, value in spent.items()}
+    shown = gateway.client.get(f"/debug/requests/{record.request_id}").json()
+    assert {name: shown[name] for name in spent} == {name: 2 * value for name, value in spent.items()}
