@@ -76,6 +76,14 @@ def model_file(tmp_path: Path) -> Path:
         (["engine", "--listen", "0.0.0.0:9000"], "--listen: '0.0.0.0:9000' is no address such as tcp://"),
         (["engine", "--listen", "tcp://127.0.0.1:0"], "engines on a network need a secret"),
         (["engine", "--listen", "tcp://127.0.0.1:0", "--port", "1"], "unknown option --port"),
+        (["dashboards", "render"], "Missing argument 'DIR'"),
+        (
+            ["dashboards", "render", "out", "--target", "there"],
+            "--target: 'there' is no address such as 127.0.0.1:8000",
+        ),
+        (["dashboards", "render", "out", "--prometheus-url", "there:9090"], "--prometheus-url: 'there:9090' is no URL"),
+        (["dashboards", "render", "tiny.gguf"], "is a file"),
+        (["dashboards", "render", "tiny.gguf/out"], "cannot write the dashboards: Not a directory"),
         (["bench", "scaling", "--ranks", "1,x"], "--ranks: 'x' is not a whole number; counts with commas between them"),
         (["bench", "scaling", "--ranks", "65"], "--ranks: 65 is not in 1 .. 64"),
         (["bench", "scaling", "--", "--threads=2"], "--threads behind `--`: the comparison sets it itself"),
@@ -204,7 +212,7 @@ def test_help_loads_nothing_heavy_and_is_quick(tmp_path: Path) -> None:
     assert time.monotonic() - started_s < 5.0  # torch alone would take longer on a busy machine
 
 
-HELPS = [["serve"], ["engine"], ["bench", "scaling"], ["model", "pull"], ["model", "list"]]
+HELPS = [["serve"], ["engine"], ["bench", "scaling"], ["dashboards", "render"], ["model", "pull"], ["model", "list"]]
 HELPS += [["keys", command] for command in ("create", "list", "revoke", "rotate", "tenant", "tenants", "organisation")]
 
 

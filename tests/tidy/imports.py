@@ -126,9 +126,15 @@ TABLE = (
         ("torch", "litestar", "uvicorn", "transformers", "opentelemetry", *STORES),
     ),
     Row(
+        "dashboards",
+        ("dashboards",),
+        ("dashboards", "telemetry.catalogue", "telemetry.vocabulary", "launch.errors"),
+        ("torch", "litestar", "uvicorn", "transformers", "opentelemetry", "prometheus_client", *STORES),
+    ),
+    Row(
         "command line",
         ("pellucid",),
-        ("launch", "quant.command", "bench.command"),
+        ("launch", "quant.command", "bench.command", "dashboards.command"),
         ("torch", "litestar", "uvicorn", "transformers"),
     ),
 )

@@ -8,7 +8,9 @@ from typing import Any  # Any: a file of any shape, looked at.
 
 import pytest
 import yaml  # type: ignore[import-untyped]  # it brings no types
+from click.testing import CliRunner
 
+from dashboards.command import render
 from launch.keys import keys
 from launch.options import OPTIONS, OTHER_VARIABLES, read_options
 from tests.tidy.imports import ROOT
@@ -24,11 +26,11 @@ SERVICE_KEYS = {
 
 
 def test_it_has_what_a_person_was_promised() -> None:
-    assert set(SERVICES) == {"pellucid", "redis", "jaeger"}
+    assert set(SERVICES) == {"pellucid", "redis", "jaeger", "dashboards", "prometheus", "grafana"}
     assert set(COMPOSE) == {"services", "volumes"}
     for name, service in SERVICES.items():
         assert set(service) <= SERVICE_KEYS, name
-        assert name == "pellucid" or re.fullmatch(r"[a-z/]+:[0-9.]+", service["image"]), (
+        assert "build" in service or re.fullmatch(r"[a-z/]+:v?[0-9.]+", service["image"]), (
             "an image without a version moves"
         )
 
@@ -57,6 +59,29 @@ def test_its_settings_exist_and_are_accepted() -> None:
     assert inside == [str(options.port)]
     assert f"EXPOSE {options.port}" in DOCKERFILE and f"VOLUME {options.data_dir}" in DOCKERFILE
     assert f"pellucid:{options.data_dir}" in SERVICES["pellucid"]["volumes"]
+
+
+def test_dashboards_are_rendered_before_those_who_read_them_start(tmp_path: Path) -> None:
+    """Nothing rendered is kept in the repository, so nothing can be of another version."""
+    renderer = SERVICES["dashboards"]
+    assert renderer["build"] == SERVICES["pellucid"]["build"] and renderer["image"] == SERVICES["pellucid"]["image"]
+    group, command, place, *options = renderer["command"]
+    assert (group, command, place) == ("dashboards", "render", "/dashboards")
+    assert renderer["volumes"] == [f"dashboards:{place}"]
+    assert f"chown pellucid /data {place}" in DOCKERFILE, "a new volume belongs to whom the folder belongs"
+    done = CliRunner().invoke(render, [str(tmp_path), *options])
+    assert done.exit_code == 0, done.output
+    for reader in ("prometheus", "grafana"):
+        assert f"dashboards:{place}:ro" in SERVICES[reader]["volumes"]
+        assert SERVICES[reader]["depends_on"] == {"dashboards": {"condition": "service_completed_successfully"}}
+    named = [word.partition("=")[2] for word in SERVICES["prometheus"]["command"] if f"={place}/" in word]
+    named.append(SERVICES["grafana"]["environment"]["GF_PATHS_PROVISIONING"])
+    assert len(named) == 2
+    assert all((tmp_path / Path(path).relative_to(place)).exists() for path in named)
+    config = yaml.safe_load((tmp_path / "prometheus/prometheus.yml").read_text())
+    assert config["scrape_configs"][0]["static_configs"] == [{"targets": ["pellucid:8000"]}]
+    [source] = yaml.safe_load((tmp_path / "grafana/provisioning/datasources/pellucid.yml").read_text())["datasources"]
+    assert source["url"] == f"http://prometheus:{str(SERVICES['prometheus']['ports'][0]).rpartition(':')[2]}"
 
 
 def test_nothing_of_it_is_open_to_the_network_by_default() -> None:

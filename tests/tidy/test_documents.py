@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from bench.command import bench
+from dashboards.command import dashboards
 from gateway.config import UpstreamOptions
 from launch.keys import keys
 from launch.options import BY_NAME, OPTIONS, ServeOptions, markdown_table
@@ -42,7 +43,12 @@ def test_the_documents_name_no_option_that_does_not_exist() -> None:
         "--rm",  # docker's
     }
     known |= QUANTIZE_FLAGS
-    commands = [*keys.commands.values(), *bench.commands.values(), cli.commands["engine"]]
+    commands = [
+        *keys.commands.values(),
+        *bench.commands.values(),
+        *dashboards.commands.values(),
+        cli.commands["engine"],
+    ]
     options = [option for command in commands for option in command.params]
     known |= {name for option in options for name in (*option.opts, *option.secondary_opts)}
     for text in (README, CHANGELOG, CONTRIBUTING, QUANTIZATION, UPSTREAMS):
