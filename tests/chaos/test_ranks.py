@@ -20,7 +20,7 @@ from tests.processes import ignores, is_there, ranks_of
 
 RANKS = 3
 TIMEOUT_S = 2.0
-NOTICED_S = 2 * TIMEOUT_S + 1.0
+NOTICED_S = 2 * TIMEOUT_S + 4.0  # without a pulse, and what a machine that loads models elsewhere makes of that
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 
 
