@@ -105,6 +105,8 @@ class Group:
         if lost is not None:
             log.critical("rank_lost", error=str(lost), consequence="this engine ends, and has to be started again")
         logs.reset()  # there is no later
+        for follower in self._followers:
+            follower.kill()  # One that has been stopped before it asked the kernel to would stay.
         os._exit(EXIT_LOST if lost is not None else self._refuse(f"rank {pulse.rank}: {words}"))
 
     def close(self, grace_s: float = CLOSE_S_MAX) -> None:

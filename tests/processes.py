@@ -39,6 +39,13 @@ def is_there(pid: int) -> bool:
         return False
 
 
+def ignores(pid: int, number: int) -> bool:
+    """Whether it has asked to be left alone by this signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    [ignored] = [line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:")]
+    return bool(int(ignored, 16) >> (number - 1) & 1)
+
+
 def _stat(pid: int) -> list[str]:
     """State, parent and so on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

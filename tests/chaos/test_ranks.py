@@ -16,11 +16,11 @@ import pytest
 
 from tests.chaos.conftest import Fleet, Stream, started
 from tests.chaos.test_engines import STREAMS, check, undisturbed
-from tests.processes import is_there
+from tests.processes import ignores, is_there, ranks_of
 
 RANKS = 3
 TIMEOUT_S = 2.0
-NOTICED_S = 2 * TIMEOUT_S + 1.0
+NOTICED_S = 2 * TIMEOUT_S + 4.0  # without a pulse, and what a machine that loads models elsewhere makes of that
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 
 
@@ -112,13 +112,16 @@ def test_a_rank_is_lost_while_its_group_loads(fleet: Fleet, number: signal.Signa
     before = hit(fleet, [1], signal.SIGKILL)
 
     def loads() -> bool:
-        return bool(fleet.processes("engine")) and not set(loading := fleet.ranks(0)) & set(before) and len(loading) > 1
+        leaders = fleet.processes("engine").keys() - before
+        return any(len(ranks_of(leader)) == RANKS for leader in leaders)
 
     fleet.until(loads, "the group is started again")
     pids = fleet.ranks(0)
+    # From then on it gives signs of life; before, it only has START_S_MAX to give the first.
+    fleet.until(lambda: ignores(pids[1], signal.SIGTERM), "rank 1 has begun to load")
     os.kill(pids[1], number)
     begun_s = time.monotonic()
-    fleet.until(lambda: not any(map(is_there, pids)), "those are gone too")
+    fleet.until(lambda: not any(map(is_there, pids)), "those are gone too", NOTICED_S)
     print(f"{number.name} of rank 1 of {RANKS}, while it loads: gone after {time.monotonic() - begun_s:.2f} s")
     check(fleet, streams, texts, f"{number.name} of rank 1 of {RANKS}, while it loads to resume")
     named(fleet, 1)
