@@ -77,7 +77,6 @@ class Runner:
             if not runner.facts.first_token_ns:
                 runner.facts = msgspec.structs.replace(runner.facts, first_token_ns=time.monotonic_ns())
         runner.reset()
-        give_back_memory()
         return runner
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -141,6 +140,12 @@ def load_model(
     options: EngineOptions, kernels: Kernels | None = None, beside_bytes: int = 0, seat: Seat | None = None
 ) -> Loaded:
     """The model of `options`, or the part of the rank of `seat`.  Sets torch's thread count.  Raises ModelError."""
+    loaded = _load(options, kernels, beside_bytes, seat)
+    give_back_memory()  # here, since every rank comes by
+    return loaded
+
+
+def _load(options: EngineOptions, kernels: Kernels | None, beside_bytes: int, seat: Seat | None) -> Loaded:
     torch.set_num_threads(options.threads or threads())
     checkpoint = open_checkpoint(Path(options.model))
     context_max = _context_max(checkpoint.architecture, options.context_max)

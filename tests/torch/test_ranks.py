@@ -4,6 +4,7 @@ Several ranks as one model: what one computes, up to the order of sums; the same
 
 import contextlib
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.api import Sampling
 from engine.device import DeviceLost
+from engine.device import runner as runner_module
 from engine.device.compute import Computed, from_logits
 from engine.device.errors import ModelError
 from engine.device.kernels.reference import ReferenceKernels
@@ -64,6 +66,18 @@ def test_any_number_of_ranks_computes_what_one_does(name: str, tmp_path: Path) -
             assert _error(logits(runner, PROMPT), expected) < TOLERANCE
             assert generate(runner, PROMPT, 12) == continued
             assert runner.facts.reproducible and runner.facts.fingerprint != alone.facts.fingerprint
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (3, 1), (1, 2)])
+def test_every_rank_gives_back_what_loading_took(
+    tensor: int, pipeline: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each holds a whole model's worth of freed memory, and ranks need more of it than one process."""
+    gave: list[int] = []
+    monkeypatch.setattr(runner_module, "give_back_memory", lambda: gave.append(threading.get_ident()))
+    model = write_any_model(tmp_path / "model", seed=3)
+    with split(options_of(model, tensor=tensor, pipeline=pipeline)):
+        assert len(set(gave)) == tensor * pipeline
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
