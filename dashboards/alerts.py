@@ -153,7 +153,7 @@ _PARTS_DOWN = (
         lasting="1m",
         severity="critical",
         summary="Engine {{ $labels.replica }} of {{ $labels.instance }} is down",
-        description="The gateway is not connected to it, or it has work and says nothing. Others serve what they can.",
+        description="The gateway, or one of its workers, is not connected to it. Other replicas serve what they can.",
         action="/health says what is missing; the log of `pellucid serve` has the engine's last words.",
     ),
     Alert(

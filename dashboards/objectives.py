@@ -8,7 +8,7 @@ An alert asks a long window, whether it matters, and a short one, whether it sti
 from dataclasses import dataclass
 
 from dashboards.promql import Scope, Where, share
-from telemetry.vocabulary import GENERATING_ROUTES
+from telemetry.vocabulary import FAULTS, GENERATING_ROUTES
 
 PERIOD_DAYS = 30
 TIME_TO_FIRST_TOKEN_S = 2.0
@@ -17,11 +17,6 @@ TIME_PER_OUTPUT_TOKEN_S = 0.2
 REQUESTS_MIN = 20
 """In the long window, for an alert: one bad request of two is not worth waking somebody."""
 
-FAULTS = (
-    "deadline", "overloaded", "failed", "shutdown", "timeout", "draining", "no_healthy_engine", "keys_unavailable",
-    "limits_unavailable", "engine_lost", "upstream_failed", "error",
-)  # fmt: skip
-"""Outcomes that are our fault, also where the status had been sent before."""
 FAULTY: dict[str, Where] = {"outcome": FAULTS, "status_class": "!4xx"}  # a timeout may be the client's: 408
 
 
@@ -47,12 +42,8 @@ class Objective:
         """The share of bad requests, of those that generate."""
         if self.histogram:
             return scope.above(self.histogram, self.bound_s, route=GENERATING_ROUTES)
-        return share(
-            # There may be no series of a fault yet.
-            f"({scope.rate(self.counter, route=GENERATING_ROUTES, **FAULTY)} "
-            f"or 0 * {scope.rate(self.counter, route=GENERATING_ROUTES)})",
-            scope.rate(self.counter, route=GENERATING_ROUTES),
-        )
+        every = scope.rate(self.counter, route=GENERATING_ROUTES)
+        return share(scope.rate(self.counter, route=GENERATING_ROUTES, **FAULTY), every)
 
 
 OBJECTIVES = (

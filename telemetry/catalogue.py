@@ -13,6 +13,8 @@ from typing import Literal
 
 from telemetry.records import Exchange, RequestRecord, StepRecord
 from telemetry.vocabulary import (
+    FAULTS,
+    FINISHED_OUTCOMES,
     GENERATING_ROUTES,
     KV_PLACES,
     LATENCY_BUCKETS_S,
@@ -101,6 +103,8 @@ def _latency(name: str, help: str, labels: tuple[str, ...], read: Callable[[Requ
         buckets=LATENCY_BUCKETS_S,
         divisor=NS_PER_S,
         of_request=read,
+        zeros=labels == ("route",),
+        zeros_of={"route": GENERATING_ROUTES} if labels == ("route",) else {},
     )
 
 
@@ -117,6 +121,8 @@ REQUEST_METRICS = (
         help="Requests that have ended, whatever the end.",
         labels=("route", "outcome", "status_class"),
         of_request=lambda r: [((r.route, r.outcome, _status_class(r.status)), 1)],
+        zeros=True,
+        zeros_of={"route": GENERATING_ROUTES, "outcome": FINISHED_OUTCOMES + FAULTS, "status_class": ("2xx", "5xx")},
     ),
     _latency(
         "pellucid_request_duration_seconds",

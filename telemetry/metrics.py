@@ -74,7 +74,7 @@ class Metrics:
             self._histograms[name] |= histograms
 
     def _begin(self, metric: Metric) -> None:
-        for labels in product(*(LABELS[label] for label in metric.labels)):
+        for labels in product(*(metric.zeros_of.get(label, LABELS[label]) for label in metric.labels)):
             if metric.kind == "histogram":
                 self._histograms[metric.name][labels] = Histogram([0] * (len(metric.buckets) + 1))
             else:

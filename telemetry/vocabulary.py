@@ -4,7 +4,7 @@ What a metric is, and the closed vocabularies of its labels.
 Every label value is in a vocabulary, so the number of series has a bound that no client can move.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,6 +87,11 @@ OUTCOMES = (
 )
 FINISHED_OUTCOMES = ("stop", "length")
 """The outcomes of a request that got all that it asked for."""
+FAULTS = (
+    "deadline", "overloaded", "failed", "shutdown", "timeout", "draining", "no_healthy_engine", "keys_unavailable",
+    "limits_unavailable", "engine_lost", "upstream_failed", "error",
+)  # fmt: skip
+"""The outcomes that are our fault, also where the status had been sent before; with a 4xx a timeout is the client's."""
 STATES = GATEWAY_STATES[:3] + ENGINE_STATES + GATEWAY_STATES[3:]
 """All states in the order in which a life passes them."""
 UPSTREAM_RESULTS = ("complete", "refused", "rate_limited", "failed", "abandoned")
@@ -233,4 +238,10 @@ class Metric:
     join: Literal["sum", "most", "least", "first"] = "sum"
     """What becomes of the numbers of several gateway workers; see `telemetry.numbers`."""
     zeros: bool = False
-    """Whether all series of its closed labels are there, at zero, before anything has happened."""
+    """
+    Whether all series of its closed labels are there, at zero, before anything has happened.
+
+    What comes into being with its first event has no rate then: an alert does not see it.
+    """
+    zeros_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of these labels, the values for which that holds, where it does not for all."""

@@ -12,11 +12,11 @@ import yaml  # type: ignore[import-untyped]  # it brings no types
 
 from dashboards.alerts import ALERTS, LAG_S
 from dashboards.files import alert_rules, render
-from dashboards.objectives import FAST, FAULTS, OBJECTIVES, SLOW, WINDOWS
+from dashboards.objectives import FAST, OBJECTIVES, SLOW, WINDOWS
 from dashboards.promql import Scope, check
 from launch.options import OPTIONS
 from telemetry.catalogue import CATALOGUE
-from telemetry.vocabulary import OUTCOMES
+from telemetry.vocabulary import FAULTS, OUTCOMES
 
 NEEDS_PROMTOOL = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="no promtool here; on Debian and Ubuntu: apt install prometheus"
@@ -122,12 +122,10 @@ CASES = {
         interval="2m",
         also=("PellucidErrorsBurnsSlowly",),
     ),
-    "PellucidTimeToFirstTokenBurnsSlowly": Case(
-        first(98, 100, 160), (first(991, 1000, 160),), at="78h", interval="30m"
-    ),
-    "PellucidTimePerOutputTokenBurnsSlowly": Case(gap(98, 100, 160), (gap(991, 1000, 160),), at="78h", interval="30m"),
+    "PellucidTimeToFirstTokenBurnsSlowly": Case(first(98, 100, 20), (first(991, 1000, 20),), at="8h", interval="30m"),
+    "PellucidTimePerOutputTokenBurnsSlowly": Case(gap(98, 100, 20), (gap(991, 1000, 20),), at="8h", interval="30m"),
     "PellucidErrorsBurnsSlowly": Case(
-        ended(998, 2, "engine_lost", "5xx", 160), (ended(9995, 5, "engine_lost", "5xx", 160),), at="78h", interval="30m"
+        ended(998, 2, "engine_lost", "5xx", 20), (ended(9995, 5, "engine_lost", "5xx", 20),), at="8h", interval="30m"
     ),
     "PellucidWaitingForKv": Case(
         states(queue_kv_full=2, decode=8), (states(queue_kv_full=1, queue_batch_full=8, decode=8), states(decode=0))

@@ -19,7 +19,9 @@ from telemetry.records import KvBook, RequestRecord, StepRecord
 from telemetry.vocabulary import (
     BOOKS,
     DEPLOYMENT_LABELS,
+    FAULTS,
     FINISHED_OUTCOMES,
+    GENERATING_ROUTES,
     LABELS,
     LATENCY_BUCKETS_S,
     OTHER,
@@ -209,6 +211,19 @@ def test_books_and_drops_are_there_before_anything_has_happened() -> None:
         assert series["pellucid_telemetry_drops_total", frozenset({("reason", reason)})] == 0
 
 
+def test_what_alerts_divide_is_there_before_anything_has_happened() -> None:
+    """A series that comes into being with its first event has no rate: the first failure would go unseen."""
+    series = read(Metrics().text(View())[0])
+    for route in GENERATING_ROUTES:
+        for outcome in (*FINISHED_OUTCOMES, *FAULTS):
+            key = {"route": route, "outcome": outcome, "status_class": "5xx"}
+            assert series["pellucid_requests_total", frozenset(key.items())] == 0
+        for name in ("time_to_first_token", "time_per_output_token"):
+            assert series[f"pellucid_request_{name}_seconds_count", frozenset({("route", route)})] == 0
+    assert total(series, "pellucid_requests_total") == 0
+    assert not any(key[0] == "pellucid_requests_total" and ("route", "/health") in key[1] for key in series)
+
+
 def test_a_replica_that_nobody_knows_about_shows_no_old_value() -> None:
     step = StepRecord(step_id=1, ended_ns=0, step_ns=0, parts={}, running=3, kv=KvBook(32, 0, 0, 17, 15))
     metrics = Metrics()
@@ -234,6 +249,8 @@ def test_the_catalogue_keeps_its_own_rules() -> None:
             assert f"_{metric.unit}" in metric.name, metric.name
         for label in metric.labels:
             assert label in LABELS or label in DEPLOYMENT_LABELS, f"{metric.name}: {label} is open"
+        for label, values in metric.zeros_of.items():
+            assert label in metric.labels and set(values) <= set(LABELS[label]), metric.name
         if metric.zeros:
             assert all(label in LABELS for label in metric.labels), metric.name
         readers = (metric.of_request, metric.of_step, metric.of_view)
