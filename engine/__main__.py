@@ -5,6 +5,7 @@ Exit codes: 0 after SIGTERM or SIGINT, 1 if the device is lost (a rank of severa
 the person who started it can mend.
 """
 
+import ctypes
 import os
 import secrets
 import signal
@@ -34,6 +35,7 @@ machine that is worth some percent; but a step has hundreds of barriers, and wit
 gateway, say) each of them waits for the kernel's scheduler then, and a step takes twenty times as long.
 """
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STARTED_NS = now_ns()  # torch, the model, the warm-up: all that a cold start is made of comes after it
 
 log = structlog.get_logger("engine")
@@ -50,6 +52,8 @@ def main(arguments: list[str]) -> int:
         logs.configure(options.log_level, options.log_format)
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
         _keep_to(options.rank_cpus[options.rank] if options.rank_cpus else options.cpus)  # threads inherit it
+        if options.rank:
+            _die_with_parent()
         from engine import group  # noqa: PLC0415 torch takes seconds to load
 
         if options.rank:
@@ -131,6 +135,12 @@ def hello(options: EngineOptions, device: Device) -> Hello:
         details=facts.details | {"first_token_s": f"{(facts.first_token_ns - STARTED_NS) / 1e9:.2f}"},
         weights=facts.weights,
     )
+
+
+def _die_with_parent() -> None:
+    """A rank is of no use without rank 0.  Asked for first, since loading torch takes seconds."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _keep_to(cpus: tuple[int, ...]) -> None:

@@ -14,7 +14,6 @@ with it the group; its requests are resumed from what had been said.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -47,7 +46,6 @@ from telemetry import logs
 from telemetry.clock import CLOCK_ID
 
 EXIT_LOST, EXIT_REFUSED = 1, 2
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 START_S_MAX = 120.0  # until the processes of all ranks have met
 CLOSE_S_MAX = 5.0
 KNOWN_S = 0.3  # until the end of a process is known, when others have missed it
@@ -185,9 +183,7 @@ class _Leader:
     def __init__(self, options: EngineOptions, line: socket.socket) -> None:
         self._rank = options.rank
         pid, _, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != pid:  # it died before we asked
+        if os.getppid() != pid:  # it died before engine.__main__ asked to die with it
             os._exit(EXIT_LOST)
         self._process = os.pidfd_open(pid)
         self.pulse = Pulse(socket.socket(fileno=options.pulse), rank=0, timeout_s=options.rank_timeout_s)

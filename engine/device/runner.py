@@ -41,7 +41,7 @@ from engine.plan import SliceResult, StepPlan, StepResult
 from quant.formats.architecture import Architecture
 from quant.formats.checkpoint import open_checkpoint
 
-EXCHANGED_ROWS_MAX = 512
+EXCHANGED_ROWS_MIN, EXCHANGED_ROWS_MAX = 64, 512
 FINGERPRINT_VERSION = "2"  # raise it when the same weights begin to give other bits
 
 
@@ -153,7 +153,10 @@ def _load(options: EngineOptions, kernels: Kernels | None, beside_bytes: int, se
     if kernels is not None:
         form = replace(form, native=None, why_torch="other kernels were asked for")
     parts = parts_of(form, options)
-    blocks_max = _blocks_max(form, options, beside_bytes)
+    if seat is None:
+        blocks_max = _blocks_max(form, options, beside_bytes)
+    else:  # Rank 0 has looked, before there were others whose memory it would have taken for somebody else's.
+        blocks_max = blocks_within(form, options.kv_memory_bytes, options)
     rank = seat.rank if seat is not None else 0
     weights = Weights(form.checkpoint, form.dtype, form.rounding, parts[rank] if seat is not None else None)
     try:
@@ -204,14 +207,18 @@ def _load_native(
 
 
 def refuse_ranks(options: EngineOptions) -> None:
-    """Raise ModelError if the model cannot be divided so, before anybody reads it."""
-    parts_of(choose_form(open_checkpoint(Path(options.model)), options), options)
+    """
+    Raise ModelError if the model cannot be divided so, or if there is no memory for all ranks together.
+
+    For rank 0, before it starts the others.
+    """
+    _blocks_max(choose_form(open_checkpoint(Path(options.model)), options), options, 0)
 
 
 def exchanged_values(options: EngineOptions) -> int:
     """Float32 values that ranks exchange at once; those of larger steps go in pieces."""
     hidden = open_checkpoint(Path(options.model)).architecture.hidden
-    return -(-hidden // WIDE) * WIDE * min(EXCHANGED_ROWS_MAX, options.tokens_step_max)
+    return -(-hidden // WIDE) * WIDE * min(EXCHANGED_ROWS_MAX, max(EXCHANGED_ROWS_MIN, options.tokens_step_max))
 
 
 def parts_of(form: Form, options: EngineOptions) -> tuple[Shard, ...]:

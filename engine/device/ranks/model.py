@@ -56,6 +56,8 @@ class SplitModel:
 
     def compute(self, plan: StepPlan, wanted: Sequence[int]) -> Computed:
         """Tell, compute, gather."""
+        if self._seat.sums is None:  # To the bit what one process draws: its sums are over all logits.
+            wanted = [ALL if count else 0 for count in wanted]
         began_ns = monotonic_ns()
         sent_bytes = self._seat.tell(Compute(_bare(plan), tuple(wanted)))
         self._seat.interconnect.told(began_ns, monotonic_ns(), sent_bytes)
