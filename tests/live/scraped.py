@@ -127,7 +127,8 @@ def _elsewhere() -> RequestRecord:
     states = {"parse": MS, "upstream": 400 * MS}
     return RequestRecord(
         request_id="e", outcome="stop", status=200, accepted_ns=0, finished_ns=401 * MS, states=states, model=MODEL,
-        route=GENERATING_ROUTES[0], upstream=NEAR, first_token_ns=90 * MS, prompt_tokens=50, cached_tokens=10, output_tokens=20,
+        route=GENERATING_ROUTES[0], upstream=NEAR, first_token_ns=90 * MS, prompt_tokens=50, cached_tokens=10,
+        output_tokens=20,
     )  # fmt: skip
 
 

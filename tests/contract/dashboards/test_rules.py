@@ -11,6 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # it brings no types
 
 from dashboards.alerts import ALERTS, LAG_S
+from dashboards.boards import BOARDS
 from dashboards.files import alert_rules, render
 from dashboards.objectives import FAST, OBJECTIVES, SLOW, WINDOWS
 from dashboards.promql import Scope, check
@@ -315,6 +316,10 @@ def test_an_alert_says_what_to_do_in_words_that_exist(alert: object) -> None:
     assert severity in ("critical", "warning")
     assert summary and not summary.endswith(".")
     assert all(text.endswith(".") for text in (description, action))
+    titles = {panel.title for board in BOARDS for panel in board.panels}
+    assert set(re.findall(r"`([^`]+)`", action)) <= titles | {"pellucid serve"}
+    for named in re.findall(r"dashboard ([A-Z].*)", action):
+        assert named.startswith(tuple(board.title for board in BOARDS))
     flags = {option.flag for option in OPTIONS}
     assert set(re.findall(r"--[a-z-]+", action)) <= flags
 
