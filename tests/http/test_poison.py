@@ -45,6 +45,20 @@ class TestPoison:
         assert len(engine.requests) == KILLS_MAX
         assert gateway.client.post(CHAT_URL, json=chat(temperature=0.3)).status_code == 200
 
+    def test_who_has_been_answered_is_suspected_no_more(self, fleet: Fleet) -> None:
+        """It was there when an engine died, was answered by the next one, and is there again at another death."""
+        engine = fleet.fake("a")
+        gateway = fleet.serve("a")
+
+        async def die_at_each_first_try(job: Job) -> None:
+            await (hang_up(job) if len(engine.requests) % 2 else greet_and_stop(job))
+
+        engine.behaviour = die_at_each_first_try
+        for _ in range(2 * KILLS_MAX):
+            fleet.connected(1)
+            assert gateway.client.post(CHAT_URL, json=chat()).status_code == 200
+        assert len(engine.requests) == 4 * KILLS_MAX
+
     def test_its_neighbours_are_not_mistaken_for_it(self, fleet: Fleet) -> None:
         engine = fleet.fake("a")
         gateway = fleet.serve("a")

@@ -36,7 +36,7 @@ def test_stages_say_what_one_process_says_to_the_bit(model: Path, dtype: str, qu
     with split(options_of(model, dtype=dtype, quantization=quantization)) as alone:
         expected, said = logits(alone, PROMPT), generate_all(alone, [PROMPT, PROMPT[:7]], 8)
         fingerprint = alone.facts.fingerprint
-    for stages in (2, 3, 5):
+    for stages in (2, 5):
         with split(options_of(model, pipeline=stages, dtype=dtype, quantization=quantization)) as runner:
             assert torch.equal(logits(runner, PROMPT), expected)
             assert generate_all(runner, [PROMPT, PROMPT[:7]], 8) == said

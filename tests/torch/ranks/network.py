@@ -36,6 +36,7 @@ def address_of(rank: int) -> str:
 
 def leave_for_own_host(seat: Seat, switch: Path) -> str:
     """Move this process to a host of its own, for good.  Returns: why that cannot be; empty: it is there."""
+    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # not all users have these two in it
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return "needs ip and tc, of iproute2"
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) != 0:
