@@ -79,7 +79,7 @@ Rounds = list[tuple[InterconnectBook, int]]
 def undisturbed(
     processes: RankProcesses, values_count: int, late_ns: int, check: Callable[[int, Rounds], None]
 ) -> None:
-    """What `check` asserts of each rank holds in one of TRIES runs: what else a machine does makes some of them longer."""
+    """What `check` asserts of each rank holds in one of TRIES runs: what else a machine does makes some longer."""
     for left in reversed(range(TRIES)):
         results = processes.results(SIZE, exchange, values_count, late_ns)
         for rounds in results:
