@@ -160,11 +160,12 @@ class Fleet:
 
     def engine(self, replica: int) -> int:
         """The process id of a replica."""
+        return self._engines()[replica]
+
+    def _engines(self) -> dict[int, int]:
+        """The process ids of those that are there, by replica."""
         found = self.processes("engine")
-        for pid, words in found.items():
-            if json.loads(words[words.index("--options") + 1])["replica"] == replica:
-                return pid
-        raise AssertionError(f"there is no replica {replica}")
+        return {json.loads(words[words.index("--options") + 1])["replica"]: pid for pid, words in found.items()}
 
     def ranks(self, replica: int) -> list[int]:
         """The process ids of a replica's ranks that have been started, by rank."""
@@ -198,7 +199,8 @@ class Fleet:
         held: dict[int, int] = {}
 
         def works() -> bool:
-            held.update(self.held())
+            here = self._engines()  # one that has just been killed is not known to be gone at once
+            held.update({number: slots for number, slots in self.held().items() if number in here})
             return bool(held)
 
         self.until(works, "an engine works", 10)
