@@ -51,7 +51,8 @@ def main(arguments: list[str]) -> int:
         options = msgspec.json.decode(arguments[1], type=EngineOptions)
         logs.configure(options.log_level, options.log_format)
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
-        _keep_to(options.rank_cpus[options.rank] if options.rank_cpus else options.cpus)  # threads inherit it
+        if options.rank_cpus:
+            _keep_to(options.rank_cpus[options.rank])  # threads inherit it
         if options.rank:
             _die_with_parent()
         from engine import group  # noqa: PLC0415 torch takes seconds to load
@@ -145,11 +146,10 @@ def _die_with_parent() -> None:
 
 def _keep_to(cpus: tuple[int, ...]) -> None:
     """Run on these processors alone.  Where that is not to be had it is slower, and no reason not to serve."""
-    if cpus:
-        try:
-            os.sched_setaffinity(0, cpus)
-        except OSError as error:  # taken out of our set since the supervisor looked
-            log.warning("processors_not_to_be_had", cpus=cpus, error=str(error))
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:  # taken out of our set since the supervisor looked
+        log.warning("processors_not_to_be_had", cpus=cpus, error=str(error))
 
 
 def _refuse(message: str) -> int:

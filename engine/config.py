@@ -66,8 +66,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where weights are kept in the order in which the native kernels read them; empty: nowhere."""
     threads: int = 0
     """0: as many as the process may use."""
-    cpus: tuple[int, ...] = ()
-    """The processors that it keeps to; empty: all that the process may use."""
     tensor_parallel: int = 1
     """Ranks that share the heads, channels and vocabulary of each layer."""
     pipeline_parallel: int = 1

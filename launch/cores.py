@@ -20,11 +20,6 @@ class Share(msgspec.Struct, frozen=True):
     rank_cpus: tuple[tuple[int, ...], ...]
     """Of each rank.  Empty: all; there are too few for each to have its own, or this system pins nothing."""
 
-    @property
-    def cpus(self) -> tuple[int, ...]:
-        """Of rank 0, the process that is started for the replica."""
-        return self.rank_cpus[0] if self.rank_cpus else ()
-
 
 def share_of(replica: int, replicas: int, ranks: int, threads: int, cpus: tuple[int, ...]) -> Share:
     """

@@ -44,7 +44,7 @@ def all_engines(one: EngineOptions, options: ServeOptions, folder: Path) -> list
 
 def placed(engine: EngineOptions, share: Share) -> EngineOptions:
     """The same with the threads and processors of `share`."""
-    return msgspec.structs.replace(engine, threads=share.threads, cpus=share.cpus, rank_cpus=share.rank_cpus)
+    return msgspec.structs.replace(engine, threads=share.threads, rank_cpus=share.rank_cpus)
 
 
 def all_workers(one: GatewayOptions, options: ServeOptions, folder: Path) -> list[GatewayOptions]:

@@ -1,7 +1,7 @@
 """Request latency: the ledger, stacked."""
 
 from dashboards.board import HERE, Board, Line, Panel, Row
-from dashboards.boards.overview import quantiles
+from dashboards.boards.overview import FIRST_TOKEN, PER_TOKEN, quantiles
 from dashboards.promql import share
 from telemetry.vocabulary import GENERATING_ROUTES
 
@@ -76,18 +76,8 @@ _LEDGER = Row(
 _TIMES = Row(
     "What people notice",
     (
-        Panel(
-            title="Time to first token",
-            description="From the acceptance of a request to its first output token.",
-            unit="s",
-            lines=quantiles("pellucid_request_time_to_first_token_seconds"),
-        ),
-        Panel(
-            title="Time per output token",
-            description="Mean time between the tokens of one request, after the first.",
-            unit="s",
-            lines=quantiles("pellucid_request_time_per_output_token_seconds"),
-        ),
+        FIRST_TOKEN,
+        PER_TOKEN,
         Panel(
             title="Longest pause",
             description="Longest time between two tokens of one request: the pause that a reader notices.",

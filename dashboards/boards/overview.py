@@ -19,6 +19,18 @@ def quantiles(histogram: str) -> tuple[Line, ...]:
     return tuple(Line(HERE.quantile(q, histogram, route=GENERATING_ROUTES), f"p{q * 100:g}") for q in _QUANTILES)
 
 
+FIRST_TOKEN = Panel(
+    title="Time to first token",
+    description="From the acceptance of a request to its first output token.",
+    unit="s",
+    lines=quantiles("pellucid_request_time_to_first_token_seconds"),
+)
+PER_TOKEN = Panel(
+    title="Time per output token",
+    description="Mean time between the tokens of one request, after the first.",
+    unit="s",
+    lines=quantiles("pellucid_request_time_per_output_token_seconds"),
+)
 _PROMISES = Row(
     "At a glance",
     (
@@ -120,18 +132,8 @@ _TRAFFIC = Row(
                 for window in ("5m", "1h")
             ),
         ),
-        Panel(
-            title="Time to first token",
-            description="From the acceptance of a request to its first output token.",
-            unit="s",
-            lines=quantiles("pellucid_request_time_to_first_token_seconds"),
-        ),
-        Panel(
-            title="Time per output token",
-            description="Mean time between the tokens of one request, after the first.",
-            unit="s",
-            lines=quantiles("pellucid_request_time_per_output_token_seconds"),
-        ),
+        FIRST_TOKEN,
+        PER_TOKEN,
         Panel(
             title="Duration",
             description="From the acceptance of a request to its last byte, all outcomes included.",

@@ -25,7 +25,7 @@ from torch import Tensor
 from engine.device.native import library as native_library
 from engine.device.native.library import CHOICE, Unavailable, instruction_sets
 from engine.device.ranks.collective import Collective, RankLost, Stamps
-from engine.device.ranks.shared_memory import SharedMemory
+from engine.device.ranks.shared_memory import SharedMemory, reserve
 from tests.torch.kernels import DIRECTORY, every_isa, native
 
 Result = TypeVar("Result")
@@ -35,11 +35,11 @@ PATIENCE_S = 60.0
 
 def members(isa: str, size: int, values_max: int, timeout_s: float = PATIENCE_S) -> list[SharedMemory]:
     """All ranks."""
-    first = SharedMemory.create(size, values_max, timeout_s, library=native(isa))
-    return [first] + [
-        SharedMemory.join(os.dup(first.descriptor), rank, size, values_max, timeout_s, library=native(isa))
-        for rank in range(1, size)
-    ]
+    memory = reserve(size, values_max, library=native(isa))
+    return [
+        SharedMemory.join(os.dup(memory) if rank else memory, rank, size, values_max, timeout_s, library=native(isa))
+        for rank in reversed(range(size))
+    ][::-1]
 
 
 def together(ranks: list[SharedMemory], work: Callable[[SharedMemory], Result]) -> list[Result]:
@@ -236,7 +236,7 @@ import sys, torch
 from pathlib import Path
 from engine.device.native.library import open_library
 from engine.device.ranks.collective import RankLost
-from engine.device.ranks.shared_memory import SharedMemory
+from engine.device.ranks.shared_memory import SharedMemory, reserve
 descriptor, rank, isa, directory = sys.argv[1:]
 library = open_library(isa, Path(directory))
 values = torch.arange(100.) * int(rank)
@@ -253,7 +253,7 @@ except RankLost as lost:
 def test_processes_one_of_which_stops() -> None:
     """Ranks as they are in earnest, more than this machine may have processors."""
     isa = instruction_sets()[0]
-    first = SharedMemory.create(3, 64, 2, library=native(isa))
+    first = SharedMemory.join(reserve(3, 64, library=native(isa)), 0, 3, 64, 2, library=native(isa))
     arguments = [sys.executable, "-c", FOLLOWER, str(first.descriptor)]
     others = [
         subprocess.Popen(
@@ -292,10 +292,10 @@ def test_any_library_will_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """Also where the decoder in torch was asked for; where there is none, that is said."""
     native(instruction_sets()[0])
     monkeypatch.setenv(CHOICE, "torch")
-    with_torch = SharedMemory.create(1, 8, 1.0)
+    with_torch = SharedMemory.join(reserve(1, 8), 0, 1, 8, 1.0)
     values = torch.ones(20)
     with_torch.sum(values)
     assert torch.equal(values, torch.ones(20))
     monkeypatch.setattr(native_library, "LIBRARIES", tmp_path)
     with pytest.raises(Unavailable, match="they were not built"):
-        SharedMemory.create(1, 8, 1.0)
+        reserve(1, 8)

@@ -63,8 +63,7 @@ class SplitModel:
         self._seat.interconnect.told(began_ns, monotonic_ns(), sent_bytes)
         with _in_step():
             own = self._own.compute(plan, wanted)
-        found = report(own, wanted, self._parts[0], len(plan.slices))
-        gathered = self._gather(found, [_length(part, wanted, len(plan.slices)) for part in self._parts])
+        gathered = self._gather(*_found(own, wanted, self._parts, 0, len(plan.slices)))
         merging_ns = monotonic_ns()
         computed = merged(gathered, self._parts, wanted, len(plan.slices), self._vocab_size)
         batch_ns = own.batch_ns + monotonic_ns() - merging_ns
@@ -76,6 +75,7 @@ class SplitModel:
         with _in_step():
             own = self._own.logits(plan)
         gathered = self._gather(own.reshape(-1), [plan.tokens * part.length for part in self._parts])
+        self._seat.close_book()  # It is of no step.
         return torch.cat([one.view(plan.tokens, -1) for one in gathered if one.numel()], -1)
 
     def reset(self) -> None:
@@ -108,12 +108,15 @@ def _answer(model: Model, order: Order, vocab: Sequence[Span], rank: int) -> tup
         found = model.logits(order.plan).reshape(-1)
         return found, [order.plan.tokens * part.length for part in vocab]
     assert isinstance(order, Compute)
-    slices = len(order.plan.slices)
     computed = model.compute(order.plan, order.wanted)
-    return (
-        report(computed, order.wanted, vocab[rank], slices),
-        [_length(part, order.wanted, slices) for part in vocab],
-    )
+    return _found(computed, order.wanted, vocab, rank, len(order.plan.slices))
+
+
+def _found(
+    computed: Computed, wanted: Sequence[int], vocab: Sequence[Span], rank: int, slices: int
+) -> tuple[Tensor, list[int]]:
+    """The report of a rank, and how long that of each is."""
+    return report(computed, wanted, vocab[rank], slices), [_length(part, wanted, slices) for part in vocab]
 
 
 def report(computed: Computed, wanted: Sequence[int], part: Span, slices: int) -> Tensor:

@@ -47,17 +47,6 @@ class SharedMemory:
         self._stamps = (ctypes.c_int64 * (size + 1))()
 
     @classmethod
-    def create(cls, size: int, values_max: int, timeout_s: float, *, library: Library | None = None) -> "SharedMemory":
-        """
-        Rank 0 of `size`, of the memory of which the others inherit the `descriptor`.
-
-        `values_max` is how many float32 cross at a time, and what makes an exchange fastest; more go in pieces.
-        `timeout_s` bounds each wait for another rank.  Raises MemoryShort, and Unavailable without native kernels.
-        """
-        library = library or any_library()
-        return cls(library, reserve(size, values_max, library=library), 0, size, values_max, timeout_s)
-
-    @classmethod
     def join(
         cls,
         descriptor: int,
@@ -68,7 +57,12 @@ class SharedMemory:
         *,
         library: Library | None = None,
     ) -> "SharedMemory":
-        """One of the others, in a process that inherited the descriptor.  Raises Unavailable and MemoryShort."""
+        """
+        A rank of the group whose memory `reserve` gave, in that process or in one that inherited the descriptor.
+
+        `values_max` is how many float32 cross at a time, and what makes an exchange fastest; more go in pieces.
+        `timeout_s` bounds each wait for another rank.  Raises MemoryShort, and Unavailable without native kernels.
+        """
         return cls(library or any_library(), descriptor, rank, size, values_max, timeout_s)
 
     def __del__(self) -> None:

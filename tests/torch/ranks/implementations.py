@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from engine.device.ranks.collective import Collective
 from engine.device.ranks.gloo import Gloo, open_store
-from engine.device.ranks.shared_memory import SharedMemory
+from engine.device.ranks.shared_memory import SharedMemory, reserve
 from telemetry.clock import CLOCK_ID
 from tests.torch.ranks.processes import Seat
 
@@ -42,7 +42,7 @@ def open_gloo(seat: Seat, name: str, timeout_s: float) -> Gloo:
 def open_shared_memory(seat: Seat, name: str, timeout_s: float) -> SharedMemory:
     """The others take rank 0's descriptor, which in an engine they inherit.  Values in many pieces."""
     if seat.rank == 0:
-        group = SharedMemory.create(seat.size, VALUES_MAX, timeout_s)
+        group = SharedMemory.join(reserve(seat.size, VALUES_MAX), 0, seat.size, VALUES_MAX, timeout_s)
         seat.say(name, f"/proc/{os.getpid()}/fd/{group.descriptor}")
     else:
         descriptor = os.open(seat.hear(name), os.O_RDWR)
