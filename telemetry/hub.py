@@ -62,6 +62,13 @@ class _Observation(NamedTuple):
     amount: int
 
 
+class Overlaps(NamedTuple):
+    """Times that overlap with the states of requests."""
+
+    gc_pause_ns: int
+    loop_lag_ns: int
+
+
 class _Ended(NamedTuple):
     """A request's record, with what was known of it in flight."""
 
@@ -137,6 +144,10 @@ class Hub:
         self._models = (*self._models, *models)
         self._upstreams = look
         self._metrics.learn(models=models, upstreams=[view.name for view in look()])
+
+    def disturbed(self) -> Overlaps:
+        """What has disturbed this process so far, all times together."""
+        return Overlaps(self._runtime.gc_pause_ns, self._runtime.loop_lag_ns(clock.now_ns()))
 
     # What people and scrapers ask.
 
