@@ -1,0 +1,300 @@
+"""
+The faults: what is done to an appliance, how strongly, and where it hurts.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from tests.faults.appliance import POLL_S, Patient, Row, Setup
+from tests.faults.dials import Dial
+from tests.faults.load import Background, chat, send, text
+
+BUSY = "while True: pass"
+Hurts = Literal["first_token_ns", "gap_max_ns", "e2e_ns"]
+Affliction = Callable[[Patient, random.Random], Awaitable[None]]
+"""Does it until it is cancelled, and takes it back then."""
+
+
+async def nothing(_patient: Patient, _draw: random.Random) -> None:
+    """The fault is in the setup, or in the background itself."""
+    await asyncio.Event().wait()
+
+
+class Strength(msgspec.Struct, frozen=True):
+    """One fault, as strong as it says."""
+
+    label: str
+    afflict: Affliction = nothing
+    setup: Setup = Setup()
+    background: Background = Background()
+    fresh: bool = False
+    """Whether each run has an appliance of its own, just started."""
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """A cause that the doctor knows."""
+
+    cause: str
+    strengths: tuple[Strength, Strength, Strength]
+    hurts: Hurts | None
+    """By what the request is chosen that `why` is asked about: it has the most of it.  None: it slows nobody yet."""
+
+
+def turned(dial: Dial, value: float) -> Affliction:
+    """A dial is at this value."""
+
+    async def afflict(patient: Patient, _draw: random.Random) -> None:
+        patient.dials[dial] = value
+        try:
+            await asyncio.Event().wait()
+        finally:
+            patient.dials[dial] = 0
+
+    return afflict
+
+
+def clients(count: int, body: Callable[[random.Random], Row], route: str = "/v1/chat/completions") -> Affliction:
+    """So many, each of which asks anew as soon as it has its answer."""
+
+    async def one(patient: Patient, draw: random.Random) -> None:
+        while True:
+            if await send(patient, body(draw), route) != 200:
+                await asyncio.sleep(POLL_S)
+
+    async def afflict(patient: Patient, draw: random.Random) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                group.create_task(one(patient, random.Random(draw.random())))
+
+    return afflict
+
+
+def asking(words: int, tokens: int) -> Callable[[random.Random], Row]:
+    """Chats of that size."""
+    return lambda draw: chat(text(draw, words), tokens)
+
+
+def token_ids(prompt: int, tokens: int) -> Callable[[random.Random], Row]:
+    """Completions of exactly so many tokens."""
+
+    def body(draw: random.Random) -> Row:
+        ids = [draw.randrange(1000, 40_000) for _ in range(prompt)]
+        return {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+
+    return body
+
+
+def visits(period_s: float, words: int) -> Affliction:
+    """A tenant with a very long prompt comes now and then."""
+
+    async def afflict(patient: Patient, draw: random.Random) -> None:
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.sleep(period_s)
+                group.create_task(send(patient, chat(text(draw, words), 4)))
+
+    return afflict
+
+
+def slow_readers(count: int, pause_s: float) -> Affliction:
+    """Clients that ask for much and read nothing for a while, and then on to the end."""
+
+    async def one(patient: Patient, draw: random.Random) -> None:
+        address = urlsplit(patient.url)
+        body = chat(text(draw, 20), 256) | {"model": patient.model, "logprobs": True, "top_logprobs": 20, "n": 8}
+        data = msgspec.json.encode(body)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {address.netloc}\r\ncontent-type: application/json\r\n"
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.setblocking(False)
+        loop = asyncio.get_running_loop()
+        with raw:
+            await loop.sock_connect(raw, (address.hostname, address.port))
+            await loop.sock_sendall(raw, f"{head}connection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+            await asyncio.sleep(pause_s)
+            while await loop.sock_recv(raw, 1 << 16):
+                pass
+
+    async def afflict(patient: Patient, draw: random.Random) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                group.create_task(one(patient, draw))
+
+    return afflict
+
+
+def killed(times: int, period_s: float) -> Affliction:
+    """The engine, again and again."""
+
+    async def afflict(patient: Patient, _draw: random.Random) -> None:
+        for _ in range(times):
+            await asyncio.sleep(period_s)
+            pid = patient.engine()
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+        await asyncio.Event().wait()
+
+    return afflict
+
+
+def late_store(delay_s: float) -> Affliction:
+    """The server for keys and limits answers that much later."""
+
+    async def afflict(patient: Patient, _draw: random.Random) -> None:
+        assert patient.proxy is not None
+        patient.proxy.delay_s = delay_s
+        try:
+            await asyncio.Event().wait()
+        finally:
+            patient.proxy.delay_s = 0
+
+    return afflict
+
+
+def hogs(count: int) -> Affliction:
+    """Programs that are always busy."""
+
+    async def afflict(_patient: Patient, _draw: random.Random) -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(count):
+                hog = stack.enter_context(subprocess.Popen([sys.executable, "-c", BUSY]))
+                stack.callback(hog.kill)
+            await asyncio.Event().wait()
+
+    return afflict
+
+
+@contextlib.asynccontextmanager
+async def afflicted(patient: Patient, strength: Strength, seed: str) -> AsyncIterator[None]:
+    """It suffers from it until the block ends."""
+    suffering = asyncio.create_task(asyncio.wait_for(strength.afflict(patient, random.Random(seed)), None))
+    try:
+        yield
+        if suffering.done():
+            suffering.result()
+    finally:
+        suffering.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await suffering
+
+
+def three(make: Callable[[float], Strength], *values: float) -> tuple[Strength, Strength, Strength]:
+    """The same with three numbers."""
+    weak, middle, strong = (make(value) for value in values)
+    return weak, middle, strong
+
+
+def by_dial(cause: str, dial: Dial, hurts: Hurts | None, values: tuple[float, float, float], setup: Setup) -> Fault:
+    """A fault whose strength is the value of a dial."""
+    return Fault(cause, three(lambda value: Strength(f"{value:g}", turned(dial, value), setup), *values), hurts)
+
+
+DEFAULT = Setup()
+TWO_RANKS = Setup(("--tensor-parallel", "2"))
+SMALL_BATCH = Setup(("--max-batch", "4"))
+SMALL_KV = Setup(("--kv-memory", "24MiB"))
+TINY_KV = Setup(("--kv-memory", "8MiB"))
+NO_PREFIXES = Setup(("--no-prefix-cache",))
+LONG_STEPS = Setup(("--max-step-tokens", "4096"))
+WITH_KEYS = Setup(keys=True)
+NO_LOAD = Background(rate_s=1.0)
+LONG_PROMPTS = Background(rate_s=1.5, words=(250, 400), tokens=(8, 16))
+
+
+def _common(words: float) -> Background:
+    """So many words of 400 are the same for all."""
+    rest = 400 - int(words)
+    return Background(rate_s=2, words=(rest, rest + 10), tokens=(8, 16), beginnings=1, beginning_words=int(words))
+
+
+def _rotation(beginnings: float) -> Background:
+    """So many long beginnings in turn."""
+    return Background(2, (8, 16), (8, 16), beginnings=int(beginnings), beginning_words=350)
+
+
+def _step_tokens(tokens: float) -> Strength:
+    setup = Setup(("--max-step-tokens", f"{tokens:g}"))
+    return Strength(f"{tokens:g} tokens", setup=setup, background=LONG_PROMPTS)
+
+
+def _scheme(name: str) -> Strength:
+    return Strength(name, setup=Setup(("--quantization", name)))
+
+
+FAULTS = (
+    Fault(
+        "concurrency",
+        three(lambda n: Strength(f"{n:g} clients", clients(int(n), asking(20, 32)), SMALL_BATCH), 8, 16, 32),
+        "first_token_ns",
+    ),
+    Fault(
+        "kv_starvation",
+        three(lambda n: Strength(f"{n:g} clients", clients(int(n), asking(300, 150)), SMALL_KV, NO_LOAD), 6, 9, 12),
+        "first_token_ns",
+    ),
+    Fault(
+        "fragmentation",
+        three(
+            lambda n: Strength(
+                f"{n:g} clients", clients(int(n), token_ids(17, 6), "/v1/completions"), TINY_KV, NO_LOAD
+            ),
+            24, 36, 48,
+        ),
+        "first_token_ns",
+    ),
+    Fault(
+        "prefix_off",
+        three(lambda n: Strength(f"{n / 4:g} %", setup=NO_PREFIXES, background=_common(n)), 240, 320, 380),
+        "first_token_ns",
+    ),
+    Fault(
+        "prefix_lost",
+        three(lambda n: Strength(f"{n:g} texts", setup=SMALL_KV, background=_rotation(n)), 5, 7, 9),
+        "first_token_ns",
+    ),
+    by_dial("speculation", "wrong_guesses", "e2e_ns", (4, 8, 15), DEFAULT),
+    Fault("step_tokens", three(_step_tokens, 32, 24, 16), "first_token_ns"),
+    Fault(
+        "dequantize",
+        (
+            _scheme("fp8"),
+            _scheme("nf4"),
+            Strength("torch", setup=Setup(environ=(("PELLUCID_KERNELS", "torch"),))),
+        ),
+        "e2e_ns",
+    ),
+    by_dial("straggler", "late_rank_s", "e2e_ns", (0.002, 0.005, 0.010), TWO_RANKS),
+    by_dial("interconnect", "slow_wire_s", "e2e_ns", (0.0001, 0.0002, 0.0004), TWO_RANKS),
+    Fault("client", three(lambda s: Strength(f"{s:g} s", slow_readers(2, s)), 4, 6, 8), "e2e_ns"),
+    by_dial("garbage_collection", "garbage_s", "gap_max_ns", (0.1, 0.2, 0.4), DEFAULT),
+    by_dial("event_loop", "loop_block_s", "e2e_ns", (0.1, 0.2, 0.4), DEFAULT),
+    by_dial("memory_growth", "leak_bytes_s", None, (2e6, 5e6, 10e6), DEFAULT),
+    Fault(
+        "cold_start",
+        (
+            Strength("fresh", fresh=True),
+            Strength("killed", killed(1, 2.0)),
+            Strength("killed twice", killed(2, 2.0)),
+        ),
+        "e2e_ns",
+    ),
+    Fault("redis", three(lambda s: Strength(f"{s * 1e3:g} ms", late_store(s), WITH_KEYS), 0.02, 0.05, 0.1), "first_token_ns"),
+    Fault("cpu_starvation", three(lambda n: Strength(f"{n:g} hogs", hogs(int(n))), 2, 4, 8), "e2e_ns"),
+    Fault(
+        "neighbours",
+        three(lambda n: Strength(f"{n:g} words", visits(2.0, int(n)), LONG_STEPS), 500, 900, 1500),
+        "gap_max_ns",
+    ),
+)  # fmt: skip

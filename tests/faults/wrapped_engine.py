@@ -1,0 +1,154 @@
+"""
+`python -m engine` with faults in it, each as strong as its dial says: also in its other ranks, which it starts likewise.
+"""
+
+import ctypes
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence as Many
+from typing import Any
+
+import engine.__main__ as shell
+import engine.draft_model
+import engine.scheduler
+import telemetry.disturbance
+from engine.config import SchedulerConfig
+from engine.loop import Loop
+from engine.sequence import Sequence
+from engine.speculate import Speculation, Speculator
+from tests.faults.dials import Dials
+
+WRAPPERS = {"engine": "tests.faults.wrapped_engine", "gateway": "tests.faults.wrapped_gateway"}
+GARBAGE_STEPS = 24
+OBJECTS_PER_S = 4_000_000  # of such garbage that are collected, about
+LEAK_PERIOD_S = 0.1
+MEMORY_PERIOD_S = 0.5  # so that a few seconds show a slope
+_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+
+
+class WrongGuesses(Speculator):
+    """Guesses what no model says, as often as the dial wishes."""
+
+    def __init__(self, drafts_max: int, dials: Dials) -> None:
+        super().__init__(drafts_max)
+        self._dials = dials
+
+    def wish(self, asking: Many[Sequence], budget: int) -> dict[int, tuple[int, ...]]:
+        """The same rare token, over and over."""
+        wrong = int(self._dials["wrong_guesses"])
+        if not wrong:
+            return super().wish(asking, budget)
+        self.hopes = {}
+        wishes = {}
+        for one in asking:
+            count = min(wrong, budget, one.request.tokens_max - one.output_length - 1)
+            if count > 0:
+                wishes[one.number] = (1,) * count
+                budget -= count
+        return wishes
+
+
+class Garbage:
+    """Makes cycles that only the collector finds, and lets it."""
+
+    def __init__(self, dials: Dials) -> None:
+        self._dials = dials
+        self._steps = 0
+
+    def step(self) -> None:
+        """One more."""
+        self._steps += 1
+        if self._steps % GARBAGE_STEPS == 0 and self._dials["garbage_s"]:
+            for _ in range(int(self._dials["garbage_s"] * OBJECTS_PER_S)):
+                cycle: list[object] = []
+                cycle.append(cycle)
+            gc.collect()
+
+
+def leak(dials: Dials) -> None:
+    """For ever."""
+    kept: list[bytes] = []
+    while True:
+        time.sleep(LEAK_PERIOD_S)
+        if more := int(dials["leak_bytes_s"] * LEAK_PERIOD_S):
+            kept.append(b"\1" * more)  # not 0, of which the kernel gives no memory
+
+
+def slow_wire(dials: Dials) -> None:
+    """Exchanges through shared memory take longer, once all ranks have come."""
+    from engine.device.ranks.shared_memory import SharedMemory  # noqa: PLC0415 torch takes seconds to load
+
+    kept: dict[int, Any] = {}
+
+    def native(self: SharedMemory) -> tuple[int, int]:
+        group = self._open
+
+        def exchange(_: int, values: int, count: int, stamps: int) -> int:
+            code = self._library.group_sum(group, values, count, stamps)
+            if delay_s := dials["slow_wire_s"]:
+                time.sleep(delay_s)
+                left = (ctypes.c_int64 * (self.size + 1)).from_address(stamps)
+                left[self.size] = time.monotonic_ns()
+            return int(code)
+
+        callback = kept.setdefault(group, _CALLBACK(exchange))
+        return ctypes.cast(callback, ctypes.c_void_p).value or 0, group
+
+    SharedMemory.native = property(native)  # type: ignore[method-assign, assignment]
+
+
+def late_rank(dials: Dials) -> None:
+    """Whoever is not rank 0 begins its part of each step late."""
+    import engine.device.ranks.model as ranks  # noqa: PLC0415 torch takes seconds to load
+
+    answer = ranks._answer
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(dials["late_rank_s"])
+        return answer(*arguments)
+
+    ranks._answer = late
+
+
+def wrapped_ranks() -> None:
+    """They are started as rank 0 was."""
+    import engine.group  # noqa: PLC0415 torch takes seconds to load
+
+    class Started(subprocess.Popen[bytes]):
+        def __init__(self, command: list[str], **settings: Any) -> None:
+            super().__init__([WRAPPERS.get(word, word) for word in command], **settings)
+
+    engine.group.subprocess.Popen = Started  # type: ignore[misc, attr-defined]
+
+
+def wrap(dials: Dials) -> None:
+    """From the engine's start on."""
+    speculation_for, step = engine.draft_model.speculation_for, Loop.step
+    garbage = Garbage(dials)
+
+    def guessing(config: SchedulerConfig) -> Speculation | None:
+        if config.drafts_max and not config.draft_blocks_max:
+            return WrongGuesses(config.drafts_max, dials)
+        return speculation_for(config)
+
+    def stepping(self: Loop) -> None:
+        step(self)
+        garbage.step()
+
+    engine.scheduler.speculation_for = guessing  # type: ignore[attr-defined]
+    Loop.step = stepping  # type: ignore[method-assign]
+    telemetry.disturbance.MEMORY_PERIOD_S = MEMORY_PERIOD_S
+    threading.Thread(target=leak, args=(dials,), daemon=True).start()
+    slow_wire(dials)
+    late_rank(dials)
+    wrapped_ranks()
+
+
+if __name__ == "__main__":
+    # libgomp reads this when torch is loaded, and the wrappers load it.
+    shell.os.environ.setdefault("GOMP_SPINCOUNT", shell.SPIN_COUNT)
+    wrap(Dials.ours())
+    sys.exit(shell.main(sys.argv[1:]))
