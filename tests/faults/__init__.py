@@ -1,5 +1,5 @@
 """
-The fault matrix: causes of slowness are put into a running appliance, one at a time, and the doctor is asked what it sees.
+The fault matrix: what makes an appliance slow is put into one that runs, one cause at a time, and the doctor is asked.
 
     python -m tests.faults [--causes a,b] [--strengths 1,2,3] [--seeds 3] [--json FILE]
 

@@ -77,7 +77,7 @@ class Patient:
 
 @contextlib.asynccontextmanager
 async def started(setup: Setup, folder: Path) -> AsyncIterator[Patient]:
-    """One of the default model, with its data in `folder`.  Raises bench.appliance.Refused and launch.errors.UserError."""
+    """One of the default model, with its data in `folder`.  Raises Refused, and UserError: there is no such model."""
     model = Store(data_dir(os.environ.get("PELLUCID_DATA_DIR", ""), dict(os.environ))).pull(DEFAULT_MODEL)
     options = ["--model", str(model.path), *setup.options]
     data = folder / ("keyed" if setup.keys else "open")

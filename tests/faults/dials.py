@@ -14,7 +14,7 @@ Dial = Literal[
     "wrong_guesses",  # of each sequence in each step
     "late_rank_s",  # by how much rank 1 comes too late to a step
     "slow_wire_s",  # what each exchange between ranks takes longer
-    "garbage_s",  # of collection, once in GARBAGE_STEPS steps
+    "collection_steps",  # after so many, all objects of the engine are walked through for garbage
     "loop_block_s",  # of the gateway's event loop, once a second
     "leak_bytes_s",  # that the engine never gives back
 ]

@@ -1,9 +1,10 @@
 """
-`python -m engine` with faults in it, each as strong as its dial says: also in its other ranks, which it starts likewise.
+`python -m engine` with faults in it, each as strong as its dial says; its other ranks are started likewise.
 """
 
 import ctypes
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -22,8 +23,7 @@ from engine.speculate import Speculation, Speculator
 from tests.faults.dials import Dials
 
 WRAPPERS = {"engine": "tests.faults.wrapped_engine", "gateway": "tests.faults.wrapped_gateway"}
-GARBAGE_STEPS = 24
-OBJECTS_PER_S = 4_000_000  # of such garbage that are collected, about
+HEAP_OBJECTS = 3_000_000  # some 100 ms
 LEAK_PERIOD_S = 0.1
 MEMORY_PERIOD_S = 0.5  # so that a few seconds show a slope
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
@@ -51,20 +51,25 @@ class WrongGuesses(Speculator):
         return wishes
 
 
-class Garbage:
-    """Makes cycles that only the collector finds, and lets it."""
+class Heap:
+    """Objects that live for ever, but that the collector walks through nevertheless while the dial wishes so."""
 
     def __init__(self, dials: Dials) -> None:
         self._dials = dials
         self._steps = 0
+        self._objects: list[list[None]] = []
+        self._frozen = False
 
     def step(self) -> None:
         """One more."""
+        if not self._objects:
+            self._objects = [[] for _ in range(HEAP_OBJECTS)]
+        every = int(self._dials["collection_steps"])
+        if self._frozen is bool(every):
+            (gc.unfreeze if every else gc.freeze)()
+            self._frozen = not every
         self._steps += 1
-        if self._steps % GARBAGE_STEPS == 0 and self._dials["garbage_s"]:
-            for _ in range(int(self._dials["garbage_s"] * OBJECTS_PER_S)):
-                cycle: list[object] = []
-                cycle.append(cycle)
+        if every and self._steps % every == 0:
             gc.collect()
 
 
@@ -79,7 +84,7 @@ def leak(dials: Dials) -> None:
 
 def slow_wire(dials: Dials) -> None:
     """Exchanges through shared memory take longer, once all ranks have come."""
-    from engine.device.ranks.shared_memory import SharedMemory  # noqa: PLC0415 torch takes seconds to load
+    from engine.device.ranks.shared_memory import SharedMemory  # torch takes seconds to load
 
     kept: dict[int, Any] = {}
 
@@ -102,7 +107,7 @@ def slow_wire(dials: Dials) -> None:
 
 def late_rank(dials: Dials) -> None:
     """Whoever is not rank 0 begins its part of each step late."""
-    import engine.device.ranks.model as ranks  # noqa: PLC0415 torch takes seconds to load
+    import engine.device.ranks.model as ranks  # torch takes seconds to load
 
     answer = ranks._answer
 
@@ -110,24 +115,24 @@ def late_rank(dials: Dials) -> None:
         time.sleep(dials["late_rank_s"])
         return answer(*arguments)
 
-    ranks._answer = late
+    ranks._answer = late  # type: ignore[assignment]  # whatever it is called with
 
 
 def wrapped_ranks() -> None:
     """They are started as rank 0 was."""
-    import engine.group  # noqa: PLC0415 torch takes seconds to load
+    import engine.group  # torch takes seconds to load
 
     class Started(subprocess.Popen[bytes]):
         def __init__(self, command: list[str], **settings: Any) -> None:
             super().__init__([WRAPPERS.get(word, word) for word in command], **settings)
 
-    engine.group.subprocess.Popen = Started  # type: ignore[misc, attr-defined]
+    engine.group.subprocess.Popen = Started  # type: ignore[attr-defined]  # it imports that for itself
 
 
 def wrap(dials: Dials) -> None:
     """From the engine's start on."""
     speculation_for, step = engine.draft_model.speculation_for, Loop.step
-    garbage = Garbage(dials)
+    heap = Heap(dials)
 
     def guessing(config: SchedulerConfig) -> Speculation | None:
         if config.drafts_max and not config.draft_blocks_max:
@@ -135,8 +140,8 @@ def wrap(dials: Dials) -> None:
         return speculation_for(config)
 
     def stepping(self: Loop) -> None:
+        heap.step()
         step(self)
-        garbage.step()
 
     engine.scheduler.speculation_for = guessing  # type: ignore[attr-defined]
     Loop.step = stepping  # type: ignore[method-assign]
@@ -149,6 +154,6 @@ def wrap(dials: Dials) -> None:
 
 if __name__ == "__main__":
     # libgomp reads this when torch is loaded, and the wrappers load it.
-    shell.os.environ.setdefault("GOMP_SPINCOUNT", shell.SPIN_COUNT)
+    os.environ.setdefault("GOMP_SPINCOUNT", shell.SPIN_COUNT)
     wrap(Dials.ours())
     sys.exit(shell.main(sys.argv[1:]))

@@ -30,7 +30,7 @@ def wrap(dials: Dials) -> None:
         finally:
             blocking.cancel()
 
-    gateway.serve = wrapped
+    gateway.serve = wrapped  # type: ignore[assignment]  # as above
 
 
 if __name__ == "__main__":

@@ -16,5 +16,5 @@ def wrapped_command(package: str, options: msgspec.Struct) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    launch.fleet.python_command = wrapped_command
+    launch.fleet.python_command = wrapped_command  # type: ignore[attr-defined]  # it is there for itself
     main()
