@@ -67,6 +67,7 @@ class Overlaps(NamedTuple):
 
     gc_pause_ns: int
     loop_lag_ns: int
+    starved_ns: int
 
 
 class _Ended(NamedTuple):
@@ -147,7 +148,8 @@ class Hub:
 
     def disturbed(self) -> Overlaps:
         """What has disturbed this process so far, all times together."""
-        return Overlaps(self._runtime.gc_pause_ns, self._runtime.loop_lag_ns(clock.now_ns()))
+        runtime = self._runtime
+        return Overlaps(runtime.gc_pause_ns, runtime.loop_lag_ns(clock.now_ns()), runtime.starved_ns)
 
     # What people and scrapers ask.
 

@@ -84,6 +84,8 @@ class LiveRequest:
     """Why that one: of `telemetry.vocabulary.ROUTINGS`."""
     promised_tokens: int | None = None
     """Of its prompt, what the prefix index said that replica has in its cache; None: it was not asked, or away."""
+    repeated_tokens: int = 0
+    """Of its prompt, as many as a prompt before it began with."""
     parameters: dict[str, Attribute] = field(default_factory=dict)
     """What was asked for, by the names of `telemetry.names.REQUEST_PARAMETERS`: max_tokens, temperature, seed, ..."""
     error: str = ""
