@@ -27,7 +27,7 @@ from gateway.upstream_answer import Relayed
 from telemetry import clock
 from telemetry.hub import Hub
 from telemetry.live import LiveRequest, accept_trace
-from telemetry.records import RequestRecord
+from telemetry.records import RequestRecord, request_of
 from telemetry.views import request_json
 from telemetry.vocabulary import OTHER, ROUTES
 
@@ -311,7 +311,7 @@ class Exchange:
             interconnect_transfer_ns=_sum(records, "interconnect_transfer_ns"),
             interconnect_wait_max_ns=max((record.interconnect_wait_max_ns for record in records), default=0),
             engine_ns=_sum(records, "engine_ns"),
-            stalled_for=last.stalled_for if last else {},
+            stalled_for=_by_request(last.stalled_for) if last else {},
             kv_at_admission=last.kv_at_admission if last else None,
             kv_worst=last.kv_worst if last else None,
             kv_at_end=last.kv_at_end if last else None,
@@ -347,7 +347,7 @@ def route_of(path: str) -> str:
     """The path as a label: one of a closed vocabulary."""
     if path in ROUTES:
         return path
-    for prefix in ("/v1/models/", "/debug/requests/"):
+    for prefix in ("/v1/models/", "/debug/requests/", "/debug/why/"):
         if path.startswith(prefix):
             return prefix + "{id}"
     if path.startswith("/admin/"):
@@ -365,6 +365,14 @@ def exchange_of(scope: Scope) -> Exchange:
     exchange = scope[_SCOPE_KEY]  # type: ignore[literal-required]
     assert isinstance(exchange, Exchange)
     return exchange
+
+
+def _by_request(spent: dict[str, int]) -> dict[str, int]:
+    """By the names that people know, and not by those of an engine for its sequences."""
+    found: dict[str, int] = {}
+    for name, spent_ns in spent.items():
+        found[request_of(name)] = found.get(request_of(name), 0) + spent_ns
+    return found
 
 
 def _sum(records: list[RequestRecord], field: str) -> int:

@@ -22,6 +22,7 @@ from gateway.config import GatewayOptions
 from gateway.decode import T, check_token_ids, decode, of_body, split_prompts
 from gateway.errors import ApiError
 from gateway.exchange import Exchange
+from gateway.explain import Explain
 from gateway.generation import Event, Generation, to_the_end
 from gateway.models import Models
 from gateway.planning import Asked, parameters, plan, weight_attributes
@@ -68,6 +69,7 @@ class Gateway:
         self._places: set[Exchange] = set()  # those, and what is still being read or tokenized
         self.models = Models(options, backend, upstreams.pools)
         self._repeats = Repeats()
+        self.explain = Explain(siblings, backend)
         self._idle = asyncio.Event()
         self._idle.set()
 

@@ -248,6 +248,15 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         return first_ns or self.gap_max_ns - sum(self.gap_states.values())
 
 
+NAME_SEPARATOR = "#"
+"""What follows it in an engine's name of a sequence is the engine's business: each choice and each life has its own."""
+
+
+def request_of(name: str) -> str:
+    """The request whose sequence an engine calls so."""
+    return name.partition(NAME_SEPARATOR)[0]
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One engine step as flat numbers.  It covers the time from the end of the step before to its own end."""
 
