@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from telemetry import clock
 from telemetry.records import MemoryReading
 
-MEMORY_PERIOD_S = 5.0
+MEMORY_PERIOD_S = 1.0
 """How often memory is looked at: the kernel walks through all pages of the process for it."""
 
 

@@ -38,6 +38,8 @@ ROUTES = (
     "/debug/requests",
     "/debug/requests/{id}",
     "/debug/steps",
+    "/debug/why/{id}",
+    "/debug/doctor",
     "/debug/kv",
     "/admin",
     OTHER,
@@ -50,6 +52,8 @@ OBSERVING_ROUTES = (
     "/debug/requests",
     "/debug/requests/{id}",
     "/debug/steps",
+    "/debug/why/{id}",
+    "/debug/doctor",
     "/debug/kv",
     "/admin",
 )
