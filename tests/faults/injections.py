@@ -112,7 +112,7 @@ def slow_readers(count: int, pause_s: float) -> Affliction:
 
     async def one(patient: Patient, draw: random.Random) -> None:
         address = urlsplit(patient.url)
-        body = chat(text(draw, 20), 256) | {"model": patient.model, "logprobs": True, "top_logprobs": 20}
+        body = chat(text(draw, 20), 128) | {"model": patient.model, "logprobs": True, "top_logprobs": 20}
         data = msgspec.json.encode(body)
         lines = [
             "POST /v1/chat/completions HTTP/1.1",
@@ -225,6 +225,7 @@ NO_PREFIXES = Setup(("--no-prefix-cache",))
 LONG_STEPS = Setup(("--max-step-tokens", "4096"))
 WITH_KEYS = Setup(keys=True)
 NO_LOAD = Background(rate_s=1.0)
+STORIES = Background(rate_s=2.0, tokens=(100, 200))
 LONG_ANSWERS = Background(rate_s=2.0, tokens=(60, 100))
 LONG_PROMPTS = Background(rate_s=1.5, words=(250, 400), tokens=(8, 16))
 
@@ -310,7 +311,9 @@ FAULTS = (
     ),
     Fault(
         "cold_start",
-        three(lambda n: Strength(f"{n:g} times", killed(int(n), 2.0), longer_s=9 * (n - 1)), 1, 2, 3),
+        three(
+            lambda n: Strength(f"{n:g} times", killed(int(n), 2.0), background=STORIES, longer_s=9 * (n - 1)), 1, 2, 3
+        ),
         "e2e_ns",
     ),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -52,8 +53,8 @@ def plan(causes: Sequence[str], strengths: Sequence[int], seeds: int) -> list[Ru
     return sorted(runs, key=lambda run: setups.index(run.strength.setup))
 
 
-async def carried_out(runs: Sequence[Run], folder: Path, window_s: float) -> list[Verdict]:
-    """One after the other, a line each."""
+async def carried_out(runs: Sequence[Run], folder: Path, window_s: float, keep: BinaryIO | None) -> list[Verdict]:
+    """One after the other, a line each; `keep` gets all that was said, a line of JSON each."""
     verdicts = []
     for setup, together in groupby(runs, key=lambda run: run.strength.setup):
         async with started(setup, folder) as patient:
@@ -62,6 +63,9 @@ async def carried_out(runs: Sequence[Run], folder: Path, window_s: float) -> lis
                 verdict = await examine(patient, run.fault, run.strength, run.seed, window_s)
                 print(line(verdict), flush=True)
                 verdicts.append(verdict)
+                if keep is not None:
+                    keep.write(msgspec.json.encode(verdict) + b"\n")
+                    keep.flush()
     return verdicts
 
 
@@ -119,16 +123,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--strengths", default="1,2,3", help="of these, the weakest is 1")
     parser.add_argument("--seeds", type=int, default=3, help="how often each")
     parser.add_argument("--window", type=float, default=WINDOW_S, metavar="SECONDS", help="of one run")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep all that was said")
+    parser.add_argument("--json", type=argparse.FileType("wb"), metavar="FILE", help="keep all that was said, by lines")
     given = parser.parse_args(arguments)
     causes = given.causes.split(",")
     if unknown := set(causes) - set(everything):
         parser.error(f"no such cause: {', '.join(sorted(unknown))}; there are {', '.join(everything)}")
     runs = plan(causes, [int(number) for number in given.strengths.split(",")], given.seeds)
     with tempfile.TemporaryDirectory(prefix="pellucid-faults-") as folder:
-        verdicts = asyncio.run(carried_out(runs, Path(folder), given.window))
-    if given.json is not None:
-        given.json.write_bytes(msgspec.json.encode(verdicts))
+        verdicts = asyncio.run(carried_out(runs, Path(folder), given.window, given.json))
     doctor = share(verdict.doctor_rank for verdict in verdicts if verdict.cause != HEALTHY)
     why = share(verdict.why_rank for verdict in verdicts)
     quiet = share(verdict.doctor_rank for verdict in verdicts if verdict.cause == HEALTHY)
