@@ -12,7 +12,7 @@ import msgspec
 
 from tests.faults.appliance import Patient, Row
 from tests.faults.injections import Fault, Hurts, Strength, afflicted
-from tests.faults.load import Background, come
+from tests.faults.load import Background, come, introduce
 
 SETTLE_S = 1.2  # the doctor takes whole seconds: one more than the run took must be quiet
 WARM = Background(rate_s=4.0)
@@ -65,6 +65,8 @@ async def warm(patient: Patient) -> None:
 
 async def examine(patient: Patient, fault: Fault | None, strength: Strength, seed: int, window_s: float) -> Verdict:
     """Of a fault, or of none.  Raises aiohttp.ClientError and TimeoutError: the appliance does not answer any more."""
+    await introduce(patient, strength.background)
+    await asyncio.sleep(SETTLE_S if strength.background.beginnings else 0)
     began_ns = time.monotonic_ns()
     async with afflicted(patient, strength, f"{strength.label} {seed}"):
         statuses = await come(patient, strength.background, f"{strength.label} {seed}", window_s + strength.longer_s)

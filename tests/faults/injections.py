@@ -218,8 +218,7 @@ def by_dial(cause: str, dial: Dial, hurts: Hurts | None, values: tuple[float, fl
 DEFAULT = Setup()
 TWO_RANKS = Setup(("--tensor-parallel", "2"))
 SMALL_BATCH = Setup(("--max-batch", "4"))
-SMALL_KV = Setup(("--kv-memory", "24MiB"))
-FEW_BEGINNINGS = Setup(("--kv-memory", "16MiB"))
+SMALL_KV = Setup(("--kv-memory", "16MiB"))
 TINY_KV = Setup(("--kv-memory", "8MiB"))
 NO_PREFIXES = Setup(("--no-prefix-cache",))
 LONG_STEPS = Setup(("--max-step-tokens", "4096"))
@@ -227,7 +226,7 @@ WITH_KEYS = Setup(keys=True)
 NO_LOAD = Background(rate_s=1.0)
 STORIES = Background(rate_s=2.0, tokens=(100, 200))
 LONG_ANSWERS = Background(rate_s=2.0, tokens=(60, 100))
-LONG_PROMPTS = Background(rate_s=1.5, words=(250, 400), tokens=(8, 16))
+LONG_PROMPTS = Background(rate_s=1.0, words=(700, 1000), tokens=(8, 16))
 
 
 def _common(words: float) -> Background:
@@ -259,15 +258,15 @@ FAULTS = (
     Fault(
         "kv_starvation",
         three(lambda n: Strength(f"{n:g} clients", clients(int(n), asking(300, 150)), SMALL_KV, NO_LOAD), 6, 9, 12),
-        "first_token_ns",
+        "e2e_ns",
     ),
     Fault(
         "fragmentation",
         three(
             lambda n: Strength(
-                f"{n:g} clients", clients(int(n), token_ids(17, 6), "/v1/completions"), TINY_KV, NO_LOAD
+                f"{n:g} clients", clients(int(n), token_ids(17, 8), "/v1/completions"), TINY_KV, NO_LOAD
             ),
-            32, 40, 48,
+            40, 48, 60,
         ),
         "first_token_ns",
     ),
@@ -278,10 +277,10 @@ FAULTS = (
     ),
     Fault(
         "prefix_lost",
-        three(lambda n: Strength(f"{n:g} texts", setup=FEW_BEGINNINGS, background=_rotation(n)), 6, 9, 12),
+        three(lambda n: Strength(f"{n:g} texts", setup=SMALL_KV, background=_rotation(n)), 5, 6, 7),
         "first_token_ns",
     ),
-    by_dial("speculation", "wrong_guesses", "e2e_ns", (4, 8, 15), DEFAULT),
+    by_dial("speculation", "wrong_guesses", "e2e_ns", (6, 10, 15), DEFAULT),
     Fault("step_tokens", three(_step_tokens, 32, 24, 16), "first_token_ns"),
     Fault(
         "dequantize",
@@ -296,7 +295,7 @@ FAULTS = (
     by_dial("interconnect", "slow_wire_s", "e2e_ns", (0.0002, 0.0004, 0.0008), TWO_RANKS),
     Fault("client", three(lambda s: Strength(f"{s:g} s", slow_readers(2, s)), 3, 4.5, 6), "e2e_ns"),
     by_dial("garbage_collection", "collection_steps", "gap_max_ns", (24, 12, 6), DEFAULT),
-    by_dial("event_loop", "loop_block_s", "first_token_ns", (0.2, 0.4, 0.6), DEFAULT),
+    by_dial("event_loop", "loop_block_s", "gap_max_ns", (0.2, 0.4, 0.6), DEFAULT),
     by_dial("memory_growth", "leak_bytes_s", None, (2e6, 5e6, 10e6), DEFAULT),
     Fault(
         "redis",

@@ -44,10 +44,16 @@ def chat(content: str, tokens: int) -> Row:
     }
 
 
+def beginnings_of(background: Background) -> list[str]:
+    """Its texts, the same in each run."""
+    draw = random.Random("beginnings")
+    return [text(draw, background.beginning_words) for _ in range(background.beginnings)]
+
+
 def bodies(background: Background, seed: str) -> Sequence[tuple[float, Row]]:
     """Endlessly many would be too many: of a minute, with the pause before each."""
     draw = random.Random(f"background {seed}")
-    beginnings = [text(draw, background.beginning_words) for _ in range(background.beginnings)]
+    beginnings = beginnings_of(background)
     found = []
     for number in range(int(60 * background.rate_s)):
         beginning = beginnings[number % len(beginnings)] + " " if beginnings else ""
@@ -68,6 +74,12 @@ async def send(patient: Patient, body: Row, route: str = "/v1/chat/completions")
             return answer.status
     except (aiohttp.ClientError, TimeoutError):
         return 0
+
+
+async def introduce(patient: Patient, background: Background) -> None:
+    """All beginnings have been there once."""
+    for beginning in beginnings_of(background):
+        await send(patient, chat(beginning, 1))
 
 
 async def come(patient: Patient, background: Background, seed: str, window_s: float) -> list[int]:

@@ -57,13 +57,14 @@ class Heap:
     def __init__(self, dials: Dials) -> None:
         self._dials = dials
         self._steps = 0
-        self._objects: list[list[None]] = []
         self._frozen = False
+        gc.disable()
+        self._objects: list[list[None]] = [[] for _ in range(HEAP_OBJECTS)]
+        gc.enable()
+        self.step()
 
     def step(self) -> None:
         """One more."""
-        if not self._objects:
-            self._objects = [[] for _ in range(HEAP_OBJECTS)]
         every = int(self._dials["collection_steps"])
         if self._frozen is bool(every):
             (gc.unfreeze if every else gc.freeze)()
@@ -131,20 +132,25 @@ def wrapped_ranks() -> None:
 
 def wrap(dials: Dials) -> None:
     """From the engine's start on."""
-    speculation_for, step = engine.draft_model.speculation_for, Loop.step
-    heap = Heap(dials)
+    speculation_for, step, serve = engine.draft_model.speculation_for, Loop.step, shell.serve
 
     def guessing(config: SchedulerConfig) -> Speculation | None:
         if config.drafts_max and not config.draft_blocks_max:
             return WrongGuesses(config.drafts_max, dials)
         return speculation_for(config)
 
-    def stepping(self: Loop) -> None:
-        heap.step()
-        step(self)
+    def serving(*arguments: Any) -> None:
+        heap = Heap(dials)
+
+        def stepping(self: Loop) -> None:
+            heap.step()
+            step(self)
+
+        Loop.step = stepping  # type: ignore[method-assign]
+        serve(*arguments)
 
     engine.scheduler.speculation_for = guessing  # type: ignore[attr-defined]
-    Loop.step = stepping  # type: ignore[method-assign]
+    shell.serve = serving
     telemetry.disturbance.MEMORY_PERIOD_S = MEMORY_PERIOD_S
     threading.Thread(target=leak, args=(dials,), daemon=True).start()
     slow_wire(dials)
