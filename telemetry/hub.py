@@ -21,6 +21,7 @@ from telemetry import clock
 from telemetry.books import request_mismatches, step_mismatches
 from telemetry.complaints import Complaints
 from telemetry.deliver import SpanExport, open_export
+from telemetry.disturbance import host_pressure_ns
 from telemetry.evidence import Evidence
 from telemetry.export import target
 from telemetry.live import LiveRequest, TraceContext, accept_trace
@@ -307,6 +308,7 @@ class Hub:
                 restarts=replica.restarts,
                 silent_ns=max(0, now_ns - replica.heard_ns),
                 step=replica.current_step(now_ns, STALE_NS),
+                memory=replica.memory,
             )
             for number, replica in sorted(self._recent.replicas.items())
         )
@@ -319,6 +321,8 @@ class Hub:
             pending_records=len(self._sink),
             pending_spans=self._export.pending_spans() if self._export is not None else 0,
             resident_bytes=resident_bytes(),
+            starved_ns=self._runtime.starved_ns,
+            pressure_ns=host_pressure_ns(),
             loop_tasks=loop_tasks(),
             build=tuple((self._version, model) for model in self._models),
             limits=self._limits(),
