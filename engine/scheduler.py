@@ -52,6 +52,7 @@ class Scheduler:
         self._draft_model = self._speculation if isinstance(self._speculation, ModelSpeculator) else None
         self._decode_keys: float | None = None  # of the step in flight, if everybody decodes: thousands, over all rows
         self._planned_ns = 0
+        self.wished: dict[int, tuple[int, ...]] = {}  # what speculation has said to the last plan
 
     @property
     def has_work(self) -> bool:
@@ -284,10 +285,10 @@ class Scheduler:
         assert self._speculation is not None
         asking = list(self._in_flight.values())
         decoding = all(counts[one.number] == one.debt == 1 and one.output_length for one in asking)
-        self._decode_keys = None
+        self._decode_keys, self.wished = None, {}
         if not asking or not decoding:
             return {}
-        wishes = self._speculation.wish(asking, self.config.tokens_step_max - len(asking))
+        wishes = self.wished = self._speculation.wish(asking, self.config.tokens_step_max - len(asking))
         drafts = {number: self._fit(self._in_flight[number], tokens, now_ns) for number, tokens in wishes.items()}
         more = {number: len(tokens) for number, tokens in drafts.items()}
         self._decode_keys = sum(len(one.tokens) * (1 + more.get(one.number, 0)) for one in asking) / 1000
