@@ -27,6 +27,7 @@ from engine.scheduler import Scheduler
 from engine.server import ListenError, Server
 from telemetry import logs
 from telemetry.clock import CLOCK_ID, now_ns
+from telemetry.disturbance import Disturbances
 
 EXIT_LOST, EXIT_USAGE = 1, 2
 SPIN_COUNT = "10000"
@@ -86,7 +87,16 @@ def serve(
         ring_bytes=options.flight_memory_bytes,
         epoch=epoch,
     )
-    loop = Loop(scheduler, device, server, drafter=drafter, recorder=journal, replica=options.replica)
+    disturbances = Disturbances()
+    loop = Loop(
+        scheduler,
+        device,
+        server,
+        drafter=drafter,
+        recorder=journal,
+        replica=options.replica,
+        disturbances=disturbances.take,
+    )
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         loop.stop()
@@ -103,9 +113,11 @@ def serve(
     )
     if drafter is not None:
         log.info("draft_model_ready", model=options.draft_model, **drafter.facts.details)
+    disturbances.start()
     try:
         loop.run()
     finally:
+        disturbances.stop()
         server.close()
         if journal is not None:
             journal.close()

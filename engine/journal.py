@@ -20,9 +20,6 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.snapshot import Snapshot, capture, restore
 
-Wishes = tuple[tuple[int, tuple[int, ...]], ...]
-"""Drafts by sequence number, in the order in which they were wished for."""
-
 
 class SliceNote(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a plan says of one sequence."""
@@ -74,12 +71,11 @@ class Applied(msgspec.Struct, frozen=True, tag="applied"):
     now_ns: int
 
 
-class Planned(msgspec.Struct, frozen=True, tag="planned", omit_defaults=True):
+class Planned(msgspec.Struct, frozen=True, tag="planned"):
     """A step was chosen."""
 
     plan: PlanNote
     now_ns: int
-    wished: Wishes = ()
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed", omit_defaults=True):
@@ -109,17 +105,26 @@ def committed(result: StepResult, now_ns: int, wasted_share: float) -> Committed
 
 
 class Told:
-    """Implements `engine.speculate.Speculation`: says what was said when the journal was written."""
+    """
+    Implements `engine.speculate.Speculation`: says what was said when the journal was written.
+
+    Of wishes that is what came of them: they find their blocks in the batch's order, and what was cut off for want of
+    one takes none.
+    """
 
     def __init__(self) -> None:
-        self.wished: Wishes = ()
+        self._wishes: dict[int, tuple[int, ...]] = {}
         self.wasted = 0.0
 
+    def look(self, plan: PlanNote) -> None:
+        """The next wishes are those of this plan."""
+        pieces = [piece for piece in plan.slices if piece.drafts]
+        self._wishes = {piece.sequence: piece.tokens[-piece.drafts :] for piece in pieces}
+
     def wish(self, asking: Many[Sequence], budget: int) -> dict[int, tuple[int, ...]]:
-        """For those who are there: where a replay goes another way, that is for its plan to show."""
-        del budget
-        present = {sequence.number for sequence in asking}
-        return {number: drafts for number, drafts in self.wished if number in present}
+        """Whoever asks: where a replay goes another way, its plan shows it."""
+        del asking, budget
+        return self._wishes
 
     def answered(self, sequence: Sequence, emitted: Many[int]) -> None:
         """It learns nothing."""
@@ -149,10 +154,16 @@ class Replay:
     def __init__(self) -> None:
         self.steps = 0
         """Plans that were the same."""
+        self.step_id = 0
+        """Of the newest one."""
+        self.begin_ns = self.end_ns = 0
+        """Of what was replayed."""
         self.gaps = 0
         """Snapshots at which it began anew, since something before them is missing."""
+        self.in_flight: PlanNote | None = None
+        """What was being computed at the end."""
         self.divergence: Divergence | None = None
-        self.scheduler: Scheduler | None = None
+        self._scheduler: Scheduler | None = None
         self._told = Told()
         self._notes = Notes()
         self._plan = StepPlan(step_id=0, slices=())
@@ -162,28 +173,38 @@ class Replay:
         for entry in entries:
             if isinstance(entry, Snapshot):
                 self._begin(entry)
-            elif self.scheduler is not None:
-                self._go_on(self.scheduler, entry)
+            elif self._scheduler is not None:
+                self.begin_ns, self.end_ns = self.begin_ns or entry.now_ns, entry.now_ns
+                self._go_on(self._scheduler, entry)
             if self.divergence is not None:
                 break
         return self.divergence
 
+    def names(self) -> dict[int, str]:
+        """The requests that are here, by the number of their sequence."""
+        if self._scheduler is None:
+            return {}
+        everybody = [*self._scheduler.running, *self._scheduler.waiting]
+        return {sequence.number: sequence.request.request_id for sequence in everybody}
+
     def _begin(self, snapshot: Snapshot) -> None:
-        if self.scheduler is not None and snapshot.continues:
-            known = capture(self.scheduler)
+        if self._scheduler is not None and snapshot.continues:
+            known = capture(self._scheduler)
             if msgspec.msgpack.encode(known) != msgspec.msgpack.encode(snapshot):
                 self.divergence = Divergence(snapshot, known)
-        elif self.scheduler is not None:
+                return
+        elif self._scheduler is not None:
             self.gaps += 1
-        self._notes = Notes()
-        self.scheduler = restore(snapshot, self._told)
+        self._notes, self.in_flight = Notes(), None
+        self._scheduler = restore(snapshot, self._told)
 
     def _go_on(self, scheduler: Scheduler, entry: Applied | Planned | Committed | Stopped) -> None:
         match entry:
             case Applied(message, now_ns):
                 scheduler.apply(message, now_ns)
-            case Planned(recorded, now_ns, wished):
-                self._told.wished = wished
+            case Planned(recorded, now_ns):
+                self.step_id, self.in_flight = recorded.step_id, recorded
+                self._told.look(recorded)
                 self._plan = scheduler.plan(now_ns)
                 replayed = self._notes.note(self._plan)
                 if replayed != recorded:
@@ -191,7 +212,7 @@ class Replay:
                 else:
                     self.steps += 1
             case Committed(result, now_ns, wasted):
-                self._told.wasted = wasted
+                self._told.wasted, self.in_flight = wasted, None
                 scheduler.commit(self._plan, result, now_ns)
             case Stopped(now_ns):
                 scheduler.stop(now_ns)

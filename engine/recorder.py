@@ -5,7 +5,7 @@ Each segment of the ring begins with a snapshot of the scheduler, so a replay ca
 between two steps only.  Where something did not fit, the next one is begun at once, and says so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 import structlog
@@ -15,9 +15,9 @@ from engine.journal import Applied, Entry, Notes, Planned, Stopped, committed
 from engine.outcome import Outcome
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Scheduler
-from engine.snapshot import capture
+from engine.snapshot import Snapshot, capture
 from telemetry.flight import JOURNAL, open_ring
-from telemetry.ring import Ring
+from telemetry.ring import Ring, RingError, Segment
 
 log = structlog.get_logger("engine")
 
@@ -41,9 +41,7 @@ class Journal:
 
     def planned(self, plan: StepPlan, now_ns: int) -> None:
         """See `Recorder`."""
-        self._guarded(
-            lambda: self._put(Planned(self._notes.note(plan), now_ns, tuple(self._scheduler.wished.items())))
-        )
+        self._guarded(lambda: self._put(Planned(self._notes.note(plan), now_ns)))
 
     def committed(self, result: StepResult, outcome: Outcome, now_ns: int) -> None:
         """See `Recorder`."""
@@ -96,3 +94,21 @@ def open_journal(folder: str, process: str, scheduler: Scheduler, *, ring_bytes:
     """As `telemetry.flight.open_ring`, with a journal of `scheduler` in it."""
     ring = open_ring(folder, process, kind=JOURNAL, ring_bytes=ring_bytes, epoch=epoch)
     return Journal(ring, scheduler) if ring is not None else None
+
+
+def entries_of(segments: Iterable[Segment]) -> Iterator[Entry]:
+    """The journal in segments that have been read.  Raises RingError: it is none, or one of another version."""
+    before: Segment | None = None
+    for segment in segments:
+        if segment.header.kind != JOURNAL:
+            raise RingError(f"this is a recording of {segment.header.kind}, and no journal of an engine")
+        follows = before is None or (before.header.number + 1 == segment.header.number and not before.torn)
+        for frame in segment.frames:
+            try:
+                entry: Entry = msgspec.msgpack.decode(frame, type=Entry)
+            except msgspec.MsgspecError as error:
+                raise RingError(f"the journal is of another version, which can replay it: {error}") from error
+            if isinstance(entry, Snapshot) and not follows:
+                entry = msgspec.structs.replace(entry, continues=False)
+            yield entry
+        before = segment

@@ -16,11 +16,12 @@ from engine.api import Delta, GenerateRequest
 from engine.blocks import BlockPool
 from engine.config import SchedulerConfig
 from engine.fairness import Account, Book, FairQueue
+from engine.interference import Interference
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, Status
 from engine.speculate import Speculation
 from telemetry.ledger import Ledger
-from telemetry.records import RequestRecord
+from telemetry.records import KvBook, RequestRecord
 
 
 class LedgerState(msgspec.Struct, frozen=True, array_like=True):
@@ -32,6 +33,13 @@ class LedgerState(msgspec.Struct, frozen=True, array_like=True):
     spent_ns: dict[str, int]
 
 
+class InterferenceState(msgspec.Struct, frozen=True, array_like=True):
+    """Of `engine.interference.Interference`.  The named ones stay in their order: it decides who is given up."""
+
+    named: dict[str, int]
+    further_ns: int
+
+
 class SequenceState(msgspec.Struct, frozen=True, kw_only=True):
     """Of `engine.sequence.Sequence`.  Fields are named as its attributes, but for the first ones."""
 
@@ -39,6 +47,7 @@ class SequenceState(msgspec.Struct, frozen=True, kw_only=True):
     emitted: list[int]
     """Its tokens behind those of the request."""
     ledger: LedgerState
+    interference: InterferenceState
     number: int
     computed: int
     computed_peak: int
@@ -53,11 +62,19 @@ class SequenceState(msgspec.Struct, frozen=True, kw_only=True):
     drafts_accepted: int
     interconnect_wait_ns: int
     interconnect_transfer_ns: int
+    interconnect_wait_max_ns: int
+    engine_ns: int
+    stalled: tuple[int, dict[str, int]] | None
+    kv_met: list[KvBook]
     repeats: int
     degenerate: str
     first_token_ns: int
+    first_token_states: dict[str, int]
     last_token_ns: int
+    last_token_states: dict[str, int]
     gap_max_ns: int
+    gap_states: dict[str, int]
+    gap_step: int
     block_ns: int
     charged_ns: int
 
@@ -161,7 +178,8 @@ def _given(state: msgspec.Struct, thing: object, *others: str) -> None:
 
 
 def _attribute(thing: object, name: str) -> str:
-    return name if hasattr(thing, name) else f"_{name}"
+    private = f"_{name}"
+    return private if hasattr(thing, private) else name
 
 
 def _sequence_state(sequence: Sequence) -> SequenceState:
@@ -170,6 +188,7 @@ def _sequence_state(sequence: Sequence) -> SequenceState:
         sequence,
         emitted=sequence.tokens[len(sequence.request.prompt) :],
         ledger=_taken(LedgerState, sequence.ledger),
+        interference=_taken(InterferenceState, sequence.interference),
     )
 
 
@@ -179,7 +198,9 @@ def _sequence(state: SequenceState, status: Status) -> Sequence:
     sequence.status = status
     sequence.ledger = Ledger(state.ledger.state, state.ledger.opened_ns)
     _given(state.ledger, sequence.ledger)
-    _given(state, sequence, "emitted", "ledger")
+    sequence.interference = Interference()
+    _given(state.interference, sequence.interference)
+    _given(state, sequence, "emitted", "ledger", "interference")
     return sequence
 
 

@@ -17,7 +17,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
@@ -31,6 +31,8 @@ SEGMENT_NS = 60_000_000_000
 RING_BYTES_MIN = 256 * 1024
 """With less, a segment would hold next to nothing."""
 READ_TRIES_MAX = 5
+HEAD_BYTES_MAX = 4096
+"""More than a header takes."""
 _FRAME = struct.Struct("<II")
 _END = bytes(4)
 
@@ -116,13 +118,12 @@ class Ring:
         return True
 
     def close(self) -> None:
-        """Give the disk back what is not needed.  What is put afterwards is lost."""
-        maps, self._maps = self._maps, []
-        files, self._files = self._files, []
-        for one in maps:
-            one.close()
-        for one in files:
-            os.close(one)
+        """Write no more.  What is put afterwards is lost."""
+        for mapping in self._maps:
+            mapping.close()
+        for file in self._files:
+            os.close(file)
+        self._maps, self._files = [], []
 
 
 class Segment(NamedTuple):
@@ -131,27 +132,31 @@ class Segment(NamedTuple):
     header: Header
     frames: list[bytes]
     torn: bool
-    """It ends in bytes that are no frame, and not at the mark of an end."""
+    """Its end is missing: there are bytes that are no frame, and not the mark of an end, or it was read too late."""
     end: int
     """Bytes up to there."""
 
 
 def read_ring(directory: Path) -> list[Segment]:
     """The segments in their order, also while they are written.  Raises RingError."""
+    paths = [directory / name for name in FILES]
     for _ in range(READ_TRIES_MAX):
-        found = [(name, segment) for name in FILES if (segment := _read(directory / name)) is not None]
-        found.sort(key=lambda one: one[1].header.number)
-        # One that was begun anew meanwhile may lack what came last: then the other one does not follow.
-        if all(_number(directory / name) == segment.header.number for name, segment in found):
+        before = [_number(_bytes_of(path, HEAD_BYTES_MAX)) for path in paths]
+        data = [_bytes_of(path) for path in paths]
+        # If one was begun while the other one was read, the end of that other one may be missing.
+        still = before == [_number(one) for one in data]
+        if still:
             break
-    if not found:
+    segments = [segment for one in data if (segment := _segment(one)) is not None]
+    if not segments:
         raise RingError(f"{directory} holds no recording, or none that can be read")
-    return [segment for _, segment in found]
+    segments.sort(key=lambda segment: segment.header.number)
+    return segments if still else [segments[0]._replace(torn=True), *segments[1:]]
 
 
 def head_of(directory: Path) -> Header | None:
     """Of the oldest segment; None: there is none that can be read."""
-    headers = [header for name in FILES if (header := _header(_bytes_of(directory / name, 4096))) is not None]
+    headers = [header for name in FILES if (header := _header(_bytes_of(directory / name, HEAD_BYTES_MAX))) is not None]
     return min(headers, key=lambda header: header.number, default=None)
 
 
@@ -159,10 +164,11 @@ def shrink(directory: Path) -> bool:
     """Cut off what was never written.  False, and nothing is done: a living process writes there."""
     with _held(directory) as free:
         for path in map(directory.joinpath, FILES) if free else ():
-            header = _header(_bytes_of(path, 4096))
-            if header is not None and path.stat().st_size >= header.bytes:
-                segment = _read(path)
-                os.truncate(path, segment.end + len(_END) if segment is not None else 0)
+            header = _header(_bytes_of(path, HEAD_BYTES_MAX))
+            if header is None or path.stat().st_size >= header.bytes:
+                segment = _segment(_bytes_of(path))
+                with suppress(FileNotFoundError):
+                    os.truncate(path, segment.end + len(_END) if segment is not None else 0)
         return free
 
 
@@ -247,17 +253,16 @@ def _header(data: bytes) -> Header | None:
     return header if whole and header.version == VERSION else None
 
 
-def _number(path: Path) -> int:
-    header = _header(_bytes_of(path, 4096))
+def _number(data: bytes) -> int:
+    header = _header(data)
     return header.number if header is not None else -1
 
 
-def _read(path: Path) -> Segment | None:
-    data = _bytes_of(path)
+def _segment(data: bytes) -> Segment | None:
     header = _header(data)
     if header is None:
         return None
-    frames, end = list[bytes](), len(MAGIC)
-    for body, end in _frames(data, header.number):
-        frames.append(body)
-    return Segment(header, frames[1:], torn=data[end : end + len(_END)] != _END, end=end)
+    frames = list(_frames(data, header.number))
+    end = frames[-1][1]
+    bodies = [body for body, _ in frames[1:]]  # the first one is the header
+    return Segment(header, bodies, torn=data[end : end + len(_END)] != _END, end=end)

@@ -12,6 +12,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from bench.host import commit, host
@@ -72,7 +73,7 @@ def decode(folder: str, sequences: int, context: int, steps: int) -> tuple[Timed
     while len(timed.spent_ns) < steps + sequences * context // 512 + 1:
         plan = scheduler.plan(now_ns)
         timed.planned(plan, now_ns)
-        answers = tuple(SliceResult((piece.start * 17 % 49_000,)) if piece.sample else SliceResult() for piece in plan.slices)
+        answers = tuple(SliceResult((one.start * 17 % 49_000,) if one.sample else ()) for one in plan.slices)
         result = StepResult(
             step_id=plan.step_id, slices=answers, batch_ns=12_345, sample_ns=23_456, compute_parts=parts
         )
@@ -109,7 +110,11 @@ def measure_records(folder: Path, count: int) -> None:
     states = {"queue_batch_full": 1, "prefill": 2, "decode": 3, "stalled": 4, "parse": 5, "tokenize": 6, "send": 7}
     request = RequestRecord(request_id=f"cmpl-{1:032x}", accepted_ns=10**15, finished_ns=10**15 + 28, states=states)
     step = StepRecord(step_id=1, ended_ns=10**15, step_ns=10**7, parts=dict.fromkeys(STEP_PARTS, 10**6))
-    for name, put in (("step", lambda: records.step(step)), ("request", lambda: records.request(request))):
+    puts: dict[str, Callable[[], None]] = {
+        "step": lambda: records.step(step),
+        "request": lambda: records.request(request),
+    }
+    for name, put in puts.items():
         spent_us = []
         for _ in range(count):
             began_ns = time.perf_counter_ns()
