@@ -211,10 +211,13 @@ def _full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 @pytest.mark.parametrize("calls", [0, 1])
-def test_a_full_disk_is_an_error_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
-) -> None:
+def test_a_full_disk_is_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     """Whichever of the two files is the one that does not fit; nothing is left open, or mapped to a hole."""
     real: Callable[[int, int, int], None] = os.posix_fallocate
     left = [calls]
@@ -224,10 +227,10 @@ def test_a_full_disk_is_an_error_at_the_start(
         (_full if left[0] < 0 else real)(file, offset, size)
 
     monkeypatch.setattr(os, "posix_fallocate", reserve)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with pytest.raises(OSError, match="No space left"):
         open_ring(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 def test_nothing_there_and_another_version_are_said(tmp_path: Path) -> None:
