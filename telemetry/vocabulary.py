@@ -117,7 +117,10 @@ RANKS_MAX = 64
 LEVELS = ("organisation", "tenant", "key")
 """Whose limits hold for a request, widest first."""
 LIMITS = ("requests", "tokens", "concurrent", "spend")
-DROP_REASONS = ("sink_full", "live_full", "consumer_failed", "spans_queue_full", "spans_export_failed", "log_lines")
+DROP_REASONS = (
+    "sink_full", "live_full", "consumer_failed", "spans_queue_full", "spans_export_failed", "log_lines",
+    "flight",
+)  # fmt: skip
 
 LABELS: dict[str, tuple[str, ...]] = {
     "route": ROUTES,
