@@ -222,6 +222,7 @@ SMALL_KV = Setup(("--kv-memory", "16MiB"))
 TINY_KV = Setup(("--kv-memory", "8MiB"))
 NO_PREFIXES = Setup(("--no-prefix-cache",))
 LONG_STEPS = Setup(("--max-step-tokens", "4096"))
+IN_TORCH = (("PELLUCID_KERNELS", "torch"),)
 WITH_KEYS = Setup(keys=True)
 NO_LOAD = Background(rate_s=1.0)
 STORIES = Background(rate_s=2.0, tokens=(100, 200))
@@ -243,10 +244,6 @@ def _rotation(beginnings: float) -> Background:
 def _step_tokens(tokens: float) -> Strength:
     setup = Setup(("--max-step-tokens", f"{tokens:g}"))
     return Strength(f"{tokens:g} tokens", setup=setup, background=LONG_PROMPTS)
-
-
-def _scheme(name: str) -> Strength:
-    return Strength(name, setup=Setup(("--quantization", name)))
 
 
 FAULTS = (
@@ -285,9 +282,9 @@ FAULTS = (
     Fault(
         "dequantize",
         (
-            _scheme("fp8"),
-            _scheme("nf4"),
-            Strength("torch", setup=Setup(environ=(("PELLUCID_KERNELS", "torch"),))),
+            Strength("fp8", setup=Setup(("--quantization", "fp8"))),
+            Strength("torch", setup=Setup(environ=IN_TORCH)),
+            Strength("torch, nf4", setup=Setup(("--quantization", "nf4"), IN_TORCH)),
         ),
         "e2e_ns",
     ),

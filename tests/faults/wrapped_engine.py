@@ -139,7 +139,7 @@ def wrap(dials: Dials) -> None:
             return WrongGuesses(config.drafts_max, dials)
         return speculation_for(config)
 
-    def serving(*arguments: Any) -> None:
+    def serving(*arguments: Any, **named: Any) -> None:
         heap = Heap(dials)
 
         def stepping(self: Loop) -> None:
@@ -147,7 +147,7 @@ def wrap(dials: Dials) -> None:
             step(self)
 
         Loop.step = stepping  # type: ignore[method-assign]
-        serve(*arguments)
+        serve(*arguments, **named)
 
     engine.scheduler.speculation_for = guessing  # type: ignore[attr-defined]
     shell.serve = serving
