@@ -66,9 +66,12 @@ class Patient:
             while not await self._is_quiet():
                 await asyncio.sleep(POLL_S)
 
+    async def works(self) -> bool:
+        """Whether anything is in flight."""
+        return not all(row["outcome"] for row in await self.rows("/debug/requests", "requests"))
+
     async def _is_quiet(self) -> bool:
-        rows = await self.rows("/debug/requests", "requests")
-        return bool(await self.appliance.serving()) and all(row["outcome"] for row in rows)
+        return bool(await self.appliance.serving()) and not await self.works()
 
     def engine(self) -> int | None:
         """The process of its rank 0, if there is one now."""

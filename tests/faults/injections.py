@@ -129,10 +129,10 @@ def slow_readers(count: int, pause_s: float) -> Affliction:
         loop = asyncio.get_running_loop()
         with raw:
             await loop.sock_connect(raw, (address.hostname, address.port))
-            await loop.sock_sendall(
-                raw, f"{head}connection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
-            )
+            await loop.sock_sendall(raw, head.encode() + data)
             await asyncio.sleep(pause_s)
+            first = await loop.sock_recv(raw, 1 << 16)
+            assert first.startswith(b"HTTP/1.1 200"), first
             while await loop.sock_recv(raw, 1 << 16):
                 pass
 
@@ -145,13 +145,15 @@ def slow_readers(count: int, pause_s: float) -> Affliction:
 
 
 def killed(times: int, after_s: float) -> Affliction:
-    """The engine, whenever it has served for a while."""
+    """The engine, whenever it has served for a while and has something to do."""
 
     async def afflict(patient: Patient, _draw: random.Random) -> None:
         for _ in range(times):
             while not await patient.appliance.serving():
                 await asyncio.sleep(POLL_S)
             await asyncio.sleep(after_s)
+            while not await patient.works():
+                await asyncio.sleep(POLL_S)
             pid = patient.engine()
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
@@ -233,12 +235,12 @@ LONG_PROMPTS = Background(rate_s=1.0, words=(700, 1000), tokens=(8, 16))
 def _common(words: float) -> Background:
     """So many words of 400 are the same for all."""
     rest = 400 - int(words)
-    return Background(rate_s=2, words=(rest, rest + 10), tokens=(8, 16), beginnings=1, beginning_words=int(words))
+    return Background(rate_s=1.5, words=(rest, rest + 10), tokens=(4, 8), beginnings=1, beginning_words=int(words))
 
 
 def _rotation(beginnings: float) -> Background:
     """So many long beginnings in turn."""
-    return Background(2, (8, 16), (8, 16), beginnings=int(beginnings), beginning_words=350)
+    return Background(1.5, (8, 16), (4, 8), beginnings=int(beginnings), beginning_words=350)
 
 
 def _step_tokens(tokens: float) -> Strength:
@@ -292,7 +294,13 @@ FAULTS = (
     by_dial("interconnect", "slow_wire_s", "e2e_ns", (0.0002, 0.0004, 0.0008), TWO_RANKS),
     Fault("client", three(lambda s: Strength(f"{s:g} s", slow_readers(2, s)), 3, 4.5, 6), "e2e_ns"),
     by_dial("garbage_collection", "collection_steps", "gap_max_ns", (24, 12, 6), DEFAULT),
-    by_dial("event_loop", "loop_block_s", "gap_max_ns", (0.2, 0.4, 0.6), DEFAULT),
+    Fault(
+        "event_loop",
+        three(
+            lambda s: Strength(f"{s * 1e3:g} ms", turned("loop_block_s", s), background=LONG_ANSWERS), 0.2, 0.4, 0.6
+        ),
+        "gap_max_ns",
+    ),
     by_dial("memory_growth", "leak_bytes_s", None, (2e6, 5e6, 10e6), DEFAULT),
     Fault(
         "redis",

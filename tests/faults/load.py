@@ -58,7 +58,7 @@ def bodies(background: Background, seed: str) -> Sequence[tuple[float, Row]]:
     for number in range(int(60 * background.rate_s)):
         beginning = beginnings[number % len(beginnings)] + " " if beginnings else ""
         content = f"{beginning}{number}: {text(draw, draw.randint(*background.words))}"
-        found.append((draw.expovariate(background.rate_s), chat(content, draw.randint(*background.tokens))))
+        found.append((draw.uniform(0.4, 1.6) / background.rate_s, chat(content, draw.randint(*background.tokens))))
     return found
 
 
