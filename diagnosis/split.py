@@ -65,7 +65,7 @@ def shares_over(evidence: Evidence, steps: Iterable[StepRecord] | None = None) -
         return Shares()
     spent = {
         "garbage_collection": float(totals.gc_pause_ns),
-        "cpu_starvation": totals.starved_ns / max(1, facts.threads * facts.ranks) - STARVED * busy_ns,
+        "cpu_starvation": totals.starved_ns - STARVED * busy_ns,
         "straggler": _late_ns(totals, whole),
         "interconnect": totals.parts.get("interconnect_transfer", 0) - TRANSFER * busy_ns,
         "speculation": totals.draft_rejected_ns + _wrong(totals) * totals.parts.get("draft", 0),

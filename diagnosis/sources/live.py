@@ -18,11 +18,11 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 _Answer = TypeVar("_Answer")
 
 
-class _Complaint(msgspec.Struct):
+class _Complaint(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-class _Refused(msgspec.Struct):
+class _Refused(msgspec.Struct, frozen=True):
     error: _Complaint = _Complaint()
 
 
@@ -52,7 +52,7 @@ def _complaint(error: urllib.error.HTTPError) -> str:
     return f"{error.code}, {message or error.reason}"
 
 
-def live_why(url: str, request_id: str, key: str) -> Why:
+def live_why(request_id: str, url: str, key: str) -> Why:
     """As the system itself says.  Raises UserError."""
     return _decoded(fetch(f"{url.rstrip('/')}/debug/why/{quote(request_id, safe='')}", key), Why, url)
 
