@@ -118,7 +118,7 @@ class Simulation:
         self.rush_ns = pick.choice((1, 10_000_000, 100_000_000))  # everybody comes within it
         self.journal: list[Entry] = []
         self.outcomes: list[Outcome] = []
-        self.notes, self.snapshots, self.photographer = Notes(), snapshots, random.Random(seed)
+        self.snapshots, self.photographer = snapshots, random.Random(seed)
         self._snapshot()
         self.faulty, self.index = set[int](), set[bytes]()  # sequence numbers; names that an index has been told
         self.totals = dict.fromkeys(TOTALS, 0)
