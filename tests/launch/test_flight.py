@@ -36,9 +36,9 @@ def flight(tmp_path: Path) -> Flight:
     return lambda *words: pellucid(tmp_path, "flight", *words, "--data-dir", str(tmp_path / "data"))
 
 
-def write_journal(folder: Path, seed: int = 3, **changes: object) -> Path:
+def write_journal(folder: Path, **changes: object) -> Path:
     """That of a simulated world, as an engine would have left it; the last plan may be changed."""
-    world = Simulation(seed, drafts=True, pressure=True, snapshots=0.02).run()
+    world = Simulation(3, drafts=True, pressure=True, snapshots=0.02).run()
     ring = open_ring(str(folder), "engine-0", kind=JOURNAL, ring_bytes=1 << 20, epoch="e1")
     assert ring is not None
     entries = list(world.journal)
@@ -70,7 +70,13 @@ def test_a_dump_has_a_head_and_the_records_by_the_names_of_the_debug_routes(fold
     assert done.returncode == 0, done.stderr
     head, step, request = map(json.loads, done.stdout.splitlines())
     assert head["process"] == "gateway-0" and head["kind"] == "records"
-    assert (head["steps"], head["requests"], head["lost"], head["torn"], head["being_written"]) == (1, 1, 0, False, False)
+    assert (head["steps"], head["requests"], head["lost"], head["torn"], head["being_written"]) == (
+        1,
+        1,
+        0,
+        False,
+        False,
+    )
     assert head["seconds"] == 1.0 and head["from"] == step["at"] and head["to"] == request["at"]
     assert (step["record"], step["step_id"], step["parts"]) == ("step", 7, {"plan": 5})
     assert (request["record"], request["request_id"], request["states"]) == ("request", "r1", {"decode": 1})
