@@ -8,18 +8,19 @@ from statistics import median
 import msgspec
 
 from diagnosis.causes import BY_NAME, CAUSES
-from diagnosis.split import Shares, Split, split
+from diagnosis.split import Split, shares_over, split
 from telemetry.evidence import Evidence
 from telemetry.records import RequestRecord, StepRecord, request_of
-from telemetry.totals import StepTotals
 
 OTHERS_MAX = 8
 BASELINE_MIN = 5
 """Requests that there have to be before anybody speaks of what is usual."""
 WORTH = 0.02
 """Of the request's time: less is not a cause."""
-BLAMED = 0.1
-"""Of the request's time, what a fault must have taken to be named before the request's own work."""
+BLAMED, BLAMED_UNUSUAL = 0.2, 0.1
+"""Of the request's time, what a fault must have taken to be named before the request's own work; if it is unusual."""
+UNUSUAL = 1.5
+"""So many times what it usually takes."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +67,7 @@ def why(record: RequestRecord, evidence: Evidence) -> Why:
     """The causes of `record`'s time, most first; `evidence` is what else has happened lately."""
     steps = list(steps_of(record, evidence))
     e2e_ns = record.finished_ns - record.accepted_ns
-    found = split(record.states, record, shares_of(steps, evidence), evidence)
+    found = split(record.states, record, shares_over(evidence, steps or None), evidence)
     usual = _baseline(record, evidence)
     findings = tuple(
         Finding(
@@ -111,22 +112,12 @@ def steps_of(record: RequestRecord, evidence: Evidence) -> Iterator[StepRecord]:
             yield step
 
 
-def shares_of(steps: Sequence[StepRecord], evidence: Evidence) -> Shares:
-    """Over these steps, or over all where none of them is known."""
-    if not steps:
-        return Shares.over(evidence.totals, evidence.facts)
-    totals = StepTotals()
-    for step in steps:
-        totals.add(step)
-    return Shares.over(totals, evidence.facts, line=evidence.totals)
-
-
 def _baseline(record: RequestRecord, evidence: Evidence) -> Split | None:
     """What other requests of its route spend on each cause, the median of each."""
     others = [one for one in evidence.requests if one.route == record.route and one.request_id != record.request_id]
     if len(others) < BASELINE_MIN:
         return None
-    shares = Shares.over(evidence.totals, evidence.facts)
+    shares = shares_over(evidence)
     splits = [split(one.states, one, shares, evidence) for one in others]
     return {cause.name: int(median(one.get(cause.name, 0) for one in splits)) for cause in CAUSES}
 
@@ -157,7 +148,7 @@ def _names(evidence: Evidence) -> Mapping[tuple[int, int], str]:
 def _summary(record: RequestRecord, e2e_ns: int, findings: Sequence[Finding]) -> str:
     """One sentence."""
     whole = f"{duration(e2e_ns)}"
-    faults = [one for one in findings if not BY_NAME[one.cause].ordinary and one.share >= BLAMED]
+    faults = [one for one in findings if not BY_NAME[one.cause].ordinary and _is_blamed(one)]
     blamed = faults or findings
     if not blamed:
         return f"It took {whole}."
@@ -170,6 +161,11 @@ def _summary(record: RequestRecord, e2e_ns: int, findings: Sequence[Finding]) ->
     if record.first_token_ns:
         said += f" The first token came after {duration(record.first_token_ns)}."
     return said
+
+
+def _is_blamed(one: Finding) -> bool:
+    unusual = one.baseline_ns is not None and one.ns >= UNUSUAL * one.baseline_ns
+    return one.share >= (BLAMED_UNUSUAL if unusual else BLAMED)
 
 
 def duration(spent_ns: int) -> str:
