@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -20,17 +20,19 @@ from typing import NamedTuple, TypeVar
 from telemetry import clock
 from telemetry.books import request_mismatches, step_mismatches
 from telemetry.complaints import Complaints
-from telemetry.deliver import SpanExport, open_export
-from telemetry.export import target
+from telemetry.deliver import MetricsPush, open_exports, open_push
+from telemetry.export import exports
 from telemetry.live import LiveRequest, TraceContext, accept_trace
 from telemetry.logs import dropped_lines, log_request
 from telemetry.metrics import Metrics
 from telemetry.numbers import Numbers, exposition
 from telemetry.recent import BLOCK_SLOTS, Recent
 from telemetry.records import RequestRecord, StepRecord
+from telemetry.resource import resource
 from telemetry.runtime import RuntimeSampler
 from telemetry.sink import Sink
-from telemetry.spans import request_spans, wall_offset_ns
+from telemetry.spans import SpanData
+from telemetry.tracing import Tracer
 from telemetry.views import Json, JsonObject, kv_json, request_json, step_json
 from telemetry.vocabulary import LimitsView, ReplicaView, UpstreamView, View
 
@@ -75,7 +77,17 @@ _Item = _Ended | StepRecord | _Observation
 class Hub:
     """Takes records, never slows their producer, and answers questions about them."""
 
-    def __init__(self, *, model: str = "", version: str = "", otlp_endpoint: str = "", step_books: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        model: str = "",
+        version: str = "",
+        otlp_endpoint: str = "",
+        otlp_metrics: bool = False,
+        trace_file: str = "",
+        trace_sample: float = 1.0,
+        first: bool = True,
+    ) -> None:
         """
         Raises ExportConfigError.
 
@@ -83,18 +95,30 @@ class Hub:
             model: what is served.
             version: ours.
             otlp_endpoint: what the command line says; empty: what the OTEL_* variables say.
-            step_books: whether the books of steps are checked; of several that hear of the same steps, by one.
+            otlp_metrics: whether metrics go there as well.
+            trace_file: where spans are written; empty: nowhere.
+            trace_sample: the share of traces that are kept without a reason.
+            first: of several that hear of the same steps, the one that checks their books and pushes metrics.
         """
         self._models = (model,) if model else ()
         self._version = version
-        self._step_books = step_books
+        self._first = first
         self._sink: Sink[_Item] = Sink(items_max=RECORDS_MAX)
         self._recent = Recent(requests_max=REQUESTS_MAX, steps_max=STEPS_MAX, live_max=LIVE_MAX)
         self._metrics = Metrics(models=self._models)
         self._upstreams: Callable[[], tuple[UpstreamView, ...]] = tuple
         self._drops: dict[str, int] = {"live_full": 0, "consumer_failed": 0}
-        self._target = target(otlp_endpoint, os.environ)
-        self._export: SpanExport | None = None
+        self._exports = exports(
+            endpoint=otlp_endpoint,
+            metrics=otlp_metrics,
+            trace_file=trace_file,
+            trace_sample=trace_sample,
+            environ=os.environ,
+        )
+        self._resource = resource(version, os.environ)
+        self._tracer: Tracer | None = None
+        self._push: MetricsPush | None = None
+        self._look: Callable[[], Awaitable[Numbers]] = self._own_numbers
         self._runtime = RuntimeSampler(self)
         self._complaints = Complaints(_logger)
         self._pumping: asyncio.Task[None] | None = None
@@ -137,6 +161,10 @@ class Hub:
         self._models = (*self._models, *models)
         self._upstreams = look
         self._metrics.learn(models=models, upstreams=[view.name for view in look()])
+
+    def push_numbers(self, look: Callable[[], Awaitable[Numbers]]) -> None:
+        """Where to look for the numbers of all workers, which are pushed for all."""
+        self._look = look
 
     # What people and scrapers ask.
 
@@ -182,9 +210,15 @@ class Hub:
     async def start(self) -> None:
         """Begin to pump, to measure the runtime and, where an endpoint is set, to export spans."""
         assert self._pumping is None, "started twice"
-        if self._target is not None and self._export is None:
-            self._export = open_export(self._target, version=self._version)
-            _logger.info("spans go to %s (%s)", self._target.shown, self._target.protocol)
+        if self._exports.has_traces and self._tracer is None:
+            opened = open_exports(self._exports, resource=self._resource, version=self._version)
+            self._tracer = Tracer(opened, ratio=self._exports.trace_sample, kept=self._exemplify)
+        if self._first and self._push is None:
+            self._push = open_push(self._exports, self._look, resource=self._resource, version=self._version)
+        for sentence in self._exports.sentences():
+            _logger.info(sentence)
+        if self._push is not None:
+            self._push.start()
         self._runtime.start()
         self._pumping = asyncio.create_task(self._pump_for_ever(), name="telemetry pump")
 
@@ -198,8 +232,11 @@ class Hub:
         self._pumping = None
         await self._runtime.stop()
         self._pump_all()
-        if self._export is not None:
-            await self._export.stop(FLUSH_S)
+        if self._tracer is not None:
+            await self._tracer.stop(FLUSH_S)
+        if self._push is not None:  # Last, so that it tells of spans that were lost.
+            await self._push.stop(FLUSH_S)
+            self._push = None
 
     async def _pump_for_ever(self) -> None:
         while True:
@@ -236,10 +273,14 @@ class Hub:
         self._recent.step(step, clock.now_ns())
 
     def _trace(self, ended: _Ended) -> None:
-        if self._export is not None:
-            spans = request_spans(ended.record, ended.live, offset_ns=wall_offset_ns())
-            if spans:
-                self._export.submit(spans)
+        if self._tracer is not None:
+            self._tracer.request(ended.record, ended.live)
+
+    def _exemplify(self, record: RequestRecord, root: SpanData) -> None:
+        self._metrics.exemplify(record, trace_id=root.trace_id, span_id=root.span_id, at_ns=root.ended_ns)
+
+    async def _own_numbers(self) -> Numbers:
+        return self.numbers()
 
     def _observe(self, item: _Observation) -> None:
         self._metrics.feed(item.metric, item.labels, item.amount)
@@ -249,7 +290,7 @@ class Hub:
             self._mismatch(book, amount, f"request {record.request_id}")
 
     def _check_step(self, record: StepRecord) -> None:
-        if self._step_books:
+        if self._first:
             for book, amount in step_mismatches(record):
                 self._mismatch(book, amount, f"step {record.step_id} of replica {record.replica}")
         for finished in record.finished:
@@ -278,14 +319,14 @@ class Hub:
             )
             for number, replica in sorted(self._recent.replicas.items())
         )
-        span_drops = self._export.drops() if self._export is not None else {}
+        span_drops = self._tracer.drops() if self._tracer is not None else {}
         return View(
             replicas=tuple(replicas),
             upstreams=self._upstreams(),
             live=dict(Counter(live.route for live in self._recent.live.values())),
             drops=self._drops | {"sink_full": self._sink.dropped, "log_lines": dropped_lines()} | span_drops,
             pending_records=len(self._sink),
-            pending_spans=self._export.pending_spans() if self._export is not None else 0,
+            pending_spans=self._tracer.pending_spans() if self._tracer is not None else 0,
             resident_bytes=resident_bytes(),
             loop_tasks=loop_tasks(),
             build=tuple((self._version, model) for model in self._models),

@@ -8,6 +8,8 @@ general ones; a change of either is a change of this file and of its golden test
 
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 GEN_AI_VERSION = "0.1.0"
+SCOPE = "pellucid"
+"""The instrumentation scope of all that we send."""
 
 PROVIDER = "pellucid"
 
@@ -61,10 +63,24 @@ REQUEST_PARAMETERS = {
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 """The operation behind each route that generates."""
 
+OTLP_METRICS = {
+    "gen_ai_server_request_duration_seconds": "gen_ai.server.request.duration",
+    "gen_ai_server_time_to_first_token_seconds": "gen_ai.server.time_to_first_token",
+    "gen_ai_server_time_per_output_token_seconds": "gen_ai.server.time_per_output_token",
+}
+"""Names that metrics have in OTLP, where those are not the names of `/metrics`."""
+OTLP_LABELS = {
+    "gen_ai_operation_name": GEN_AI_OPERATION_NAME,
+    "gen_ai_provider_name": GEN_AI_PROVIDER_NAME,
+    "gen_ai_request_model": GEN_AI_REQUEST_MODEL,
+}
+
 # Ours.
 REQUEST_ID = "pellucid.request_id"
 TENANT = "pellucid.tenant"
 OUTCOME = "pellucid.outcome"
+SAMPLED_BECAUSE = "pellucid.sampled_because"
+"""Why this trace was kept: telemetry.tail, telemetry.step_traces."""
 ERROR_CODE = "pellucid.error_code"
 UPSTREAM = "pellucid.upstream"
 USAGE_ESTIMATED = "pellucid.usage.estimated"

@@ -13,11 +13,13 @@ critical path that is true.  This module knows no SDK; `telemetry.export` does.
 import secrets
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from telemetry import clock, names
 from telemetry.live import Attribute, LiveRequest, TraceContext
 from telemetry.records import RequestRecord
 from telemetry.redact import clean_text
+from telemetry.tail import is_fault
 from telemetry.vocabulary import FINISHED_OUTCOMES, NS_PER_S, OBSERVING_ROUTES, OTHER, ROUTES, STATES
 
 SPANS_MAX = 60
@@ -25,8 +27,13 @@ PHASES_MAX = SPANS_MAX - 3  # The request, its generation, and what no state acc
 PATH_CHARS_MAX = 200
 UNACCOUNTED = "unaccounted"
 """The phase of time that no state claims: a book that does not close is shown, not hidden."""
-SERVER_FAULTS = ("failed", "deadline", "shutdown", "engine_lost", "upstream_failed", "error")
-"""Outcomes that are our fault even where the status had been sent as 200 before."""
+
+
+class Link(NamedTuple):
+    """A span of another trace that has to do with this one."""
+
+    trace_id: str
+    span_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +51,7 @@ class SpanData:
     attributes: dict[str, Attribute]
     failed: bool
     trace_state: str
+    links: tuple[Link, ...] = ()
 
 
 def wall_offset_ns() -> int:
@@ -51,12 +59,14 @@ def wall_offset_ns() -> int:
     return time.time_ns() - clock.now_ns()
 
 
-def request_spans(record: RequestRecord, live: LiveRequest | None, *, offset_ns: int) -> list[SpanData]:
+def request_spans(
+    record: RequestRecord, live: LiveRequest | None, *, offset_ns: int, because: str = ""
+) -> list[SpanData]:
     """The tree of one ended request, root first; empty where the caller has decided not to sample it."""
-    trace = live.trace if live is not None else _own_trace(record)
+    trace = trace_of(record, live)
     if not trace.sampled or record.route in OBSERVING_ROUTES:
         return []
-    failed = record.status >= 500 or (record.status < 400 and record.outcome in SERVER_FAULTS)
+    failed = is_fault(record)
     started_ns = record.accepted_ns + offset_ns
     root = SpanData(
         name=_server_name(record, live),
@@ -67,7 +77,7 @@ def request_spans(record: RequestRecord, live: LiveRequest | None, *, offset_ns:
         is_server=True,
         started_ns=started_ns,
         ended_ns=record.finished_ns + offset_ns,
-        attributes=_server_attributes(record, live, failed=failed),
+        attributes=_server_attributes(record, live, failed=failed, because=because),
         failed=failed,
         trace_state=trace.state,
     )
@@ -99,8 +109,10 @@ def phases(record: RequestRecord) -> list[tuple[str, int]]:
     return [phase for phase in [*laid, (UNACCOUNTED, left_ns)] if phase[1] > 0]
 
 
-def _own_trace(record: RequestRecord) -> TraceContext:
-    """For a record that nobody announced."""
+def trace_of(record: RequestRecord, live: LiveRequest | None) -> TraceContext:
+    """Where a request sits; for a record that nobody announced, in a trace of its own."""
+    if live is not None:
+        return live.trace
     return TraceContext(trace_id=record.trace_id or secrets.token_hex(16), span_id=secrets.token_hex(8))
 
 
@@ -147,7 +159,9 @@ def _server_name(record: RequestRecord, live: LiveRequest | None) -> str:
     return f"{method} {record.route}" if _is_known(record.route) else method
 
 
-def _server_attributes(record: RequestRecord, live: LiveRequest | None, *, failed: bool) -> dict[str, Attribute]:
+def _server_attributes(
+    record: RequestRecord, live: LiveRequest | None, *, failed: bool, because: str
+) -> dict[str, Attribute]:
     attributes: dict[str, Attribute] = {
         names.HTTP_REQUEST_METHOD: live.method if live else "POST",
         names.HTTP_RESPONSE_STATUS_CODE: record.status,
@@ -155,6 +169,8 @@ def _server_attributes(record: RequestRecord, live: LiveRequest | None, *, faile
         names.REQUEST_ID: record.request_id,
         names.OUTCOME: record.outcome,
     }
+    if because:
+        attributes[names.SAMPLED_BECAUSE] = because
     if _is_known(record.route):
         attributes[names.HTTP_ROUTE] = record.route
     if record.tenant:

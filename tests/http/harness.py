@@ -38,8 +38,14 @@ WAIT_S = 15.0
 class RecordingHub(Hub):
     """The real hub, which also keeps what it was given."""
 
-    def __init__(self, otlp_endpoint: str = "") -> None:
-        super().__init__(model=MODEL, otlp_endpoint=otlp_endpoint)
+    def __init__(self, options: GatewayOptions) -> None:
+        super().__init__(
+            model=MODEL,
+            otlp_endpoint=options.otlp_endpoint,
+            otlp_metrics=options.otlp_metrics,
+            trace_file=options.export_trace,
+            trace_sample=options.trace_sample,
+        )
         self.records: list[RequestRecord] = []
         self.change = threading.Condition()
 
@@ -56,7 +62,7 @@ class LiveGateway:
 
     def __init__(self, options: GatewayOptions) -> None:
         self.options = options
-        self.hub = RecordingHub(options.otlp_endpoint)
+        self.hub = RecordingHub(options)
         self._text = load(Path(options.model)) if options.engines else None
         self.application = Application(options, self._text, self.hub)
         self._listener = listen(options.host, 0)

@@ -84,6 +84,9 @@ GIVEN = {
     "drain": "12",
     "cors_origin": "http://a",
     "otlp_endpoint": "http://b",
+    "otlp_metrics": "true",
+    "export_trace": "/t/traces.jsonl",
+    "trace_sample": "0.25",
     "log_level": "debug",
     "log_format": "json",
 }

@@ -199,7 +199,7 @@ async def test_a_full_queue_loses_whole_trees_only(monkeypatch: pytest.MonkeyPat
             kept.extend(f"{span.context.trace_id:032x}" for span in spans if span.context)
             return super().export(spans)
 
-    export = otlp.OtlpExport(Target("http/protobuf", "http://nowhere"), version="0", exporter=Keeping())
+    export = otlp.OtlpExport(Target("http/protobuf", "http://nowhere"), resource={}, version="0", exporter=Keeping())
     trees = [request_spans(_plain(f"{number:032x}"), None, offset_ns=10**18) for number in range(1, 6)]
     for tree in trees:
         assert len(tree) == 7
