@@ -26,7 +26,7 @@ from telemetry.catalogue import CATALOGUE
 from telemetry.numbers import Amount, Exemplar, Histogram, Labels, Numbers
 from telemetry.vocabulary import Metric
 
-_UNITS = {"seconds": "s", "bytes": "By", "": "1"}
+_UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "": "1"}
 """Units as UCUM has them."""
 
 
