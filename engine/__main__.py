@@ -26,6 +26,7 @@ from engine.scheduler import Scheduler
 from engine.server import ListenError, Server
 from telemetry import logs
 from telemetry.clock import CLOCK_ID, now_ns
+from telemetry.disturbance import Disturbances
 
 EXIT_LOST, EXIT_USAGE = 1, 2
 SPIN_COUNT = "10000"
@@ -75,7 +76,8 @@ def main(arguments: list[str]) -> int:
 def serve(options: EngineOptions, device: Device, server: Server, drafter: DraftModel | None = None) -> None:
     """Serve `device` over `server` until a signal.  Raises DeviceLost."""
     scheduler = Scheduler(scheduler_config(options, device, drafter.facts if drafter is not None else None))
-    loop = Loop(scheduler, device, server, drafter=drafter, replica=options.replica)
+    disturbances = Disturbances()
+    loop = Loop(scheduler, device, server, drafter=drafter, replica=options.replica, disturbances=disturbances.take)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         loop.stop()
@@ -92,9 +94,11 @@ def serve(options: EngineOptions, device: Device, server: Server, drafter: Draft
     )
     if drafter is not None:
         log.info("draft_model_ready", model=options.draft_model, **drafter.facts.details)
+    disturbances.start()
     try:
         loop.run()
     finally:
+        disturbances.stop()
         server.close()
 
 

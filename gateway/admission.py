@@ -97,6 +97,11 @@ class Ticket:
         if reservation.source != "unlimited":
             self.reserved_tokens = reservation.tokens
 
+    @property
+    def held(self) -> bool:
+        """Whether there is something to settle."""
+        return self._held is not None
+
     def recount(self, prompt_tokens: int) -> None:
         """So long was the prompt, which could only be estimated before."""
         if self._held is not None:

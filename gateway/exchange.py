@@ -16,7 +16,7 @@ from litestar.types import HTTPScope, Message, Receive, ReceiveMessage, Scope, S
 
 from gateway import cors, errors, headers
 from gateway.admission import Ticket
-from gateway.book import Book
+from gateway.book import Book, Told
 from gateway.calls import Call, Flight
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
@@ -73,6 +73,7 @@ class Exchange:
         self.status = 0
         self._options = options
         self._hub = hub
+        self._disturbed = hub.disturbed()
         self._receive = receive
         self._send = send
         self._flow = flow_of(scope)
@@ -96,16 +97,17 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         """ASGI: what the client is sent.  Raises ApiError when it does not read."""
+        self.settle()
         if self.outcome and not self.gone:  # the end is known here, and not yet to the client, who may ask again
-            await self.ticket.settle(output_tokens=self._output_tokens(), complete=self.bill is not None)
+            await self._settle_limits()
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            more = [(name.encode(), value.encode("latin-1")) for name, value in self.ticket.headers.items()]
+            more = [(b"server-timing", self._timing())]
+            more += [(name.encode(), value.encode("latin-1")) for name, value in self.ticket.headers.items()]
             own = headers.missing(message["headers"])
             if not self._body_read and b"connection" not in dict(message["headers"]):
                 more.append((b"connection", b"close"))  # nobody will read the rest: it must not hold the connection
             message["headers"] = [*message["headers"], *self._response_headers, *more, *own]
-        self.settle()
         began_ns = clock.now_ns()
         blocked = self._flow.write_paused
         if blocked:
@@ -117,6 +119,19 @@ class Exchange:
         if message["type"] == "http.response.body" and not message["more_body"]:
             self.answered = True
             self.book.enter("finalize", clock.now_ns())
+
+    async def _settle_limits(self) -> None:
+        if self.ticket.held:
+            before = self.book.shown.state
+            self.book.enter("limit", clock.now_ns())
+            await self.ticket.settle(output_tokens=self._output_tokens(), complete=self.bill is not None)
+            self.book.enter(before, clock.now_ns())
+
+    def _timing(self) -> bytes:
+        """Where the time went so far, by the book if it is complete, as a header."""
+        now_ns = clock.now_ns()
+        states = self.book.close(now_ns, self._told()) if self.flight.finished else self.book.shown.spent(now_ns)
+        return ", ".join(f"{state};dur={spent_ns / 1e6:.3f}" for state, spent_ns in states.items()).encode()
 
     @property
     def blocked(self) -> bool:
@@ -251,18 +266,14 @@ class Exchange:
 
     def _record(self, closed_ns: int) -> RequestRecord:
         calls = self.flight.calls
-        last = max((call for call in calls if call.sent_ns), key=_finished_ns, default=None)
         self.book.enter("finalize", closed_ns)
-        states = self.book.close(
-            closed_ns,
-            last.record if last else None,
-            accepted_ns=last.accepted_ns if last else 0,
-            one_clock=last.one_clock if last else False,
-            lives=last.lives if last else (),
-        )
+        states = self.book.close(closed_ns, self._told())
+        disturbed = self._hub.disturbed()
         records = [call.record for call in calls if call.record is not None]
+        last = max(records, key=lambda record: record.finished_ns, default=None)
+        gapped = max(records, key=lambda record: record.gap_max_ns, default=None)
         bill, relayed = self.bill, self.relayed
-        first_ns = min((call.first_token_ns for call in calls if call.first_token_ns), default=relayed.first_token_ns)
+        first_ns, first_states = self._first_token()
         return RequestRecord(
             request_id=self.request_id,
             tenant=self.live.tenant,
@@ -284,8 +295,17 @@ class Exchange:
             kv_block_ns=_sum(records, "kv_block_ns"),
             interconnect_wait_ns=_sum(records, "interconnect_wait_ns"),
             interconnect_transfer_ns=_sum(records, "interconnect_transfer_ns"),
-            first_token_ns=first_ns - self.book.opened_ns if first_ns else 0,
-            gap_max_ns=max((record.gap_max_ns for record in records), default=relayed.gap_max_ns),
+            interconnect_wait_max_ns=max((record.interconnect_wait_max_ns for record in records), default=0),
+            engine_ns=_sum(records, "engine_ns"),
+            stalled_for=last.stalled_for if last else {},
+            kv_at_admission=last.kv_at_admission if last else None,
+            kv_worst=last.kv_worst if last else None,
+            kv_at_end=last.kv_at_end if last else None,
+            first_token_ns=first_ns,
+            first_token_states=first_states,
+            gap_max_ns=gapped.gap_max_ns if gapped else relayed.gap_max_ns,
+            gap_states=gapped.gap_states if gapped else relayed.gap_states,
+            gap_step=gapped.gap_step if gapped else -1,
             degenerate=next((record.degenerate for record in records if record.degenerate), ""),
             model=self.live.model,
             route=self.live.route,
@@ -298,7 +318,22 @@ class Exchange:
             promised_tokens=self.live.promised_tokens,
             upstream=relayed.upstream,
             usage_estimated=relayed.estimated,
+            gc_pause_ns=disturbed.gc_pause_ns - self._disturbed.gc_pause_ns,
+            loop_lag_ns=disturbed.loop_lag_ns - self._disturbed.loop_lag_ns,
         )
+
+    def _told(self) -> Told | None:
+        """Of the sequence that finished last."""
+        sent = [call for call in self.flight.calls if call.sent_ns]
+        return _told_of(max(sent, key=_finished_ns)) if sent else None
+
+    def _first_token(self) -> tuple[int, dict[str, int]]:
+        """How long it took until the first token of any sequence, and where that went."""
+        relayed, opened_ns = self.relayed, self.book.opened_ns
+        first = min((call for call in self.flight.calls if call.first_token_ns), key=_first_token_ns, default=None)
+        if first is not None:
+            return first.first_token_ns - opened_ns, self.book.until_first_token(first.first_token_ns, _told_of(first))
+        return relayed.first_token_ns and relayed.first_token_ns - opened_ns, relayed.first_token_states
 
 
 def _has_body(given: Mapping[str, str]) -> bool:
@@ -327,6 +362,14 @@ def exchange_of(scope: Scope) -> Exchange:
     exchange = scope[_SCOPE_KEY]  # type: ignore[literal-required]
     assert isinstance(exchange, Exchange)
     return exchange
+
+
+def _told_of(call: Call) -> Told:
+    return Told(call.record, call.accepted_ns, call.one_clock, call.lives)
+
+
+def _first_token_ns(call: Call) -> int:
+    return call.first_token_ns
 
 
 def _finished_ns(call: Call) -> int:

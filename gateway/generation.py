@@ -118,7 +118,6 @@ class Generation:
         """Send, and wait until all are accepted.  Returns headers that say what came before that.  Raises ApiError."""
         exchange = self._exchange
         sent_ns = clock.now_ns()
-        timing = exchange.book.timing(sent_ns, sent_ns, ("parse", "tokenize"))
         exchange.book.dispatched(sent_ns)
         for one in self._running:
             one.call.promised_tokens = placed.promised_tokens or 0
@@ -129,7 +128,7 @@ class Generation:
         self._raise_failures()
         accepted_ns = max(one.call.accepted_ns for one in self._running)
         exchange.book.guess("prefill", accepted_ns)
-        return timing
+        return exchange.book.overhead(sent_ns)
 
     def _raise_failures(self) -> None:
         """Nothing is sent yet, so what has already failed can still be a plain HTTP status."""

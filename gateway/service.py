@@ -78,10 +78,12 @@ class Gateway:
 
     async def authenticate(self, exchange: Exchange) -> None:
         """For all routes but those of the probes.  Raises ApiError."""
+        exchange.book.enter("auth", clock.now_ns())
         try:
             exchange.ticket = await self.admission.admit(exchange.headers)
         except ApiError as error:
             raise await exchange.refused(error) from None
+        exchange.book.enter("parse", clock.now_ns())
         exchange.live.tenant = exchange.ticket.tenant
 
     async def chat(self, exchange: Exchange) -> Answer:
@@ -232,12 +234,14 @@ class Gateway:
         if any(self.backend.poison.refuses(message, clock.now_ns()) for message in planned.messages):
             raise errors.poisonous()
         with self.backend.choosing(planned.messages, key=asked.prompt_cache_key or asked.user or "") as chosen:
+            exchange.book.enter("limit", clock.now_ns())
             await self.admission.reserve(
                 exchange.ticket,
                 prompt_tokens=sum(map(len, prompts)),
                 sequences=len(planned.messages),
                 tokens_max=asked.tokens_max,
             )
+            exchange.book.enter("route", clock.now_ns())
             placed = await chosen()
         self._check_wanted(exchange)
         hello = placed.hello
@@ -277,9 +281,11 @@ class Gateway:
         asked = await of_body(body, lambda: read(body, kind, self.options))
         relay = Relay(exchange, pool, asked, self.upstreams)
         self._check_wanted(exchange)
+        exchange.book.enter("limit", clock.now_ns())
         await self.admission.reserve(
             exchange.ticket, prompt_tokens=asked.prompt_tokens, sequences=asked.choices, tokens_max=asked.tokens_max
         )
+        exchange.book.enter("route", clock.now_ns())
         self._check_wanted(exchange)
         self._runs(exchange)
         exchange.watch()

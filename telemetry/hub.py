@@ -64,6 +64,13 @@ class _Observation(NamedTuple):
     amount: int
 
 
+class Overlaps(NamedTuple):
+    """Times that overlap with the states of requests."""
+
+    gc_pause_ns: int
+    loop_lag_ns: int
+
+
 class _Ended(NamedTuple):
     """A request's record, with what was known of it in flight."""
 
@@ -165,6 +172,10 @@ class Hub:
     def push_numbers(self, look: Callable[[], Awaitable[Numbers]]) -> None:
         """Where to look for the numbers of all workers, which are pushed for all."""
         self._look = look
+
+    def disturbed(self) -> Overlaps:
+        """What has disturbed this process so far, all times together."""
+        return Overlaps(self._runtime.gc_pause_ns, self._runtime.loop_lag_ns(clock.now_ns()))
 
     # What people and scrapers ask.
 

@@ -95,7 +95,8 @@ FAULTS = (
     "limits_unavailable", "engine_lost", "upstream_failed", "error",
 )  # fmt: skip
 """The outcomes that are our fault, also where the status had been sent before; with a 4xx a timeout is the client's."""
-STATES = GATEWAY_STATES[:3] + ENGINE_STATES + GATEWAY_STATES[3:]
+_BEFORE_ENGINE = GATEWAY_STATES.index("dispatch") + 1
+STATES = GATEWAY_STATES[:_BEFORE_ENGINE] + ENGINE_STATES + GATEWAY_STATES[_BEFORE_ENGINE:]
 """All states in the order in which a life passes them."""
 UPSTREAM_RESULTS = ("complete", "refused", "rate_limited", "failed", "abandoned")
 """What comes of a request to an upstream; refused: it was the client's fault; abandoned: the client left, or we did."""
