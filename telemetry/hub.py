@@ -137,6 +137,8 @@ class Hub:
         """A request has begun; `request` with the same id closes it."""
         if not self._recent.opened(live):
             self._drops["live_full"] += 1
+        if self._tracer is not None:
+            self._tracer.opened(live)
 
     def request(self, record: RequestRecord) -> None:
         """A request has ended."""
@@ -277,6 +279,8 @@ class Hub:
             self._guard("metrics", self._metrics.step, item)
             self._guard("recent", self._remember_step, item)
             self._guard("books", self._check_step, item)
+            if self._tracer is not None:
+                self._guard("spans", self._tracer.step, item)
         else:
             self._guard("metrics", self._observe, item)
 

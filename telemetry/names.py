@@ -94,6 +94,18 @@ DRAFT_REJECTED_TOKENS = "pellucid.tokens.draft_rejected"
 KV_BLOCK_SECONDS = "pellucid.kv.block_seconds"
 INTERCONNECT_WAIT_NS = "pellucid.interconnect.wait_ns"
 INTERCONNECT_TRANSFER_NS = "pellucid.interconnect.transfer_ns"
+INTERCONNECT_WAIT_MAX_NS = "pellucid.interconnect.wait_max_ns"
+"""In one step."""
+KV_UTILIZATION = "pellucid.kv.{when}.utilization"
+KV_TOKEN_OCCUPANCY = "pellucid.kv.{when}.token_occupancy"
+KV_INTERNAL_FRAGMENTATION = "pellucid.kv.{when}.internal_fragmentation"
+"""As the request met the pool: at_admission, worst, at_end."""
+ENGINE_NS = "pellucid.engine_ns"
+GC_PAUSE_NS = "pellucid.gc_pause_ns"
+LOOP_LAG_NS = "pellucid.loop_lag_ns"
+SLOWEST_STEPS = "pellucid.steps.slowest"
+"""The slowest that served it, as REPLICA/STEP; slowest first."""
+SLOWEST_STEP_NS = "pellucid.steps.slowest_ns"
 TOKEN_GAP_MAX_SECONDS = "pellucid.token_gap_max_seconds"
 REPLICA = "pellucid.replica"
 ROUTING = "pellucid.routing"
@@ -104,3 +116,32 @@ PHASE_SHARE = "pellucid.phase.share"
 LAYOUT = "pellucid.phase.layout"
 COALESCED = "coalesced"
 """All time in a state is laid out as one span: its length is exact, its place is not."""
+
+# Of the trace of a step.
+ENGINE_STEP = "engine step"
+STEP_ID = "pellucid.step.id"
+STEP_BEFORE_NS = "pellucid.step.before.{part}_ns"
+"""Parts of a step that its spans leave out, because they come before it has anything to do."""
+STEP_COUNTS = {
+    "tokens": "pellucid.step.tokens",
+    "prefill_tokens": "pellucid.step.tokens.prefill",
+    "recompute_tokens": "pellucid.step.tokens.recompute",
+    "decode_tokens": "pellucid.step.tokens.decode",
+    "drafted_tokens": "pellucid.step.tokens.drafted",
+    "emitted_tokens": "pellucid.step.tokens.emitted",
+    "sequences": "pellucid.step.sequences",
+    "running": "pellucid.step.running",
+    "waiting": "pellucid.step.waiting",
+    "preemptions": "pellucid.step.preemptions",
+    "evictions": "pellucid.step.evictions",
+    "gc_pause_ns": "pellucid.step.gc_pause_ns",
+    "starved_ns": "pellucid.step.starved_ns",
+}
+"""Fields of a step's record that its root span tells."""
+STEP_KV_UTILIZATION = "pellucid.kv.utilization"
+STEP_KV_TOKEN_OCCUPANCY = "pellucid.kv.token_occupancy"
+STEP_KV_INTERNAL_FRAGMENTATION = "pellucid.kv.internal_fragmentation"
+INTERCONNECT_KIND = "pellucid.interconnect.kind"
+INTERCONNECT_STRAGGLER = "pellucid.interconnect.straggler"
+COMPUTE_NS = "pellucid.compute.{part}_ns"
+"""Where `compute` went, on its span."""

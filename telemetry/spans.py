@@ -12,7 +12,8 @@ critical path that is true.  This module knows no SDK; `telemetry.export` does.
 
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from telemetry import clock, names
@@ -34,6 +35,24 @@ class Link(NamedTuple):
 
     trace_id: str
     span_id: str
+
+
+class SlowestSteps(NamedTuple):
+    """Of those that a request was in, the slowest first."""
+
+    names: tuple[str, ...]
+    longest_ns: int
+    links: tuple[Link, ...]
+    """To those that have traces."""
+
+    def attributes(self) -> dict[str, Attribute]:
+        """For the request's generation."""
+        if not self.names:
+            return {}
+        return {names.SLOWEST_STEPS: self.names, names.SLOWEST_STEP_NS: self.longest_ns}
+
+
+NO_STEPS = SlowestSteps((), 0, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +79,23 @@ def wall_offset_ns() -> int:
 
 
 def request_spans(
-    record: RequestRecord, live: LiveRequest | None, *, offset_ns: int, because: str = ""
+    record: RequestRecord,
+    live: LiveRequest | None,
+    *,
+    offset_ns: int,
+    because: str = "",
+    slowest: SlowestSteps = NO_STEPS,
 ) -> list[SpanData]:
-    """The tree of one ended request, root first; empty where the caller has decided not to sample it."""
+    """
+    The tree of one ended request, root first; empty where the caller has decided not to sample it.
+
+    Args:
+        record: what it came to.
+        live: what was known of it in flight, if it was announced.
+        offset_ns: from our clock to the time of day.
+        because: why it is kept.
+        slowest: the steps that it waited for longest.
+    """
     trace = trace_of(record, live)
     if not trace.sampled or record.route in OBSERVING_ROUTES:
         return []
@@ -86,7 +119,8 @@ def request_spans(
     if operation is not None:
         attributes = _gen_ai_attributes(record, live, operation)
         name = f"{operation} {record.model}".rstrip()
-        spans.append(_child(root, name, root.started_ns, root.ended_ns, attributes, failed))
+        generation = child(root, name, root.started_ns, root.ended_ns, attributes | slowest.attributes(), failed)
+        spans.append(replace(generation, links=slowest.links))
     spans += _phase_spans(record, spans[-1], started_ns)
     assert len(spans) <= SPANS_MAX
     return spans
@@ -94,14 +128,19 @@ def request_spans(
 
 def phases(record: RequestRecord) -> list[tuple[str, int]]:
     """The states of a life in their order, with nanoseconds; they sum to the life whatever the book says."""
-    order = {state: position for position, state in enumerate(STATES)}
+    return laid_out(record.states, STATES, record.finished_ns - record.accepted_ns)
+
+
+def laid_out(spent: Mapping[str, int], names: Sequence[str], whole_ns: int) -> list[tuple[str, int]]:
+    """Times by name in the order of `names`; they sum to the whole, whatever the book says."""
+    order = {name: position for position, name in enumerate(names)}
     known = sorted(
-        ((state, spent_ns) for state, spent_ns in record.states.items() if spent_ns > 0),
+        ((name, spent_ns) for name, spent_ns in spent.items() if spent_ns > 0),
         key=lambda phase: (order.get(phase[0], len(order)), phase[0]),
     )
-    if len(known) > PHASES_MAX:  # Nobody of ours makes up states; a bound all the same.
+    if len(known) > PHASES_MAX:  # Nobody of ours makes up names; a bound all the same.
         known = [phase for phase in known if phase[0] in order]
-    left_ns = record.finished_ns - record.accepted_ns
+    left_ns = whole_ns
     laid: list[tuple[str, int]] = []
     for state, spent_ns in known:
         laid.append((state, min(spent_ns, left_ns)))
@@ -116,9 +155,10 @@ def trace_of(record: RequestRecord, live: LiveRequest | None) -> TraceContext:
     return TraceContext(trace_id=record.trace_id or secrets.token_hex(16), span_id=secrets.token_hex(8))
 
 
-def _child(
+def child(
     parent: SpanData, name: str, started_ns: int, ended_ns: int, attributes: dict[str, Attribute], failed: bool = False
 ) -> SpanData:
+    """A span under `parent`."""
     return SpanData(
         name=name,
         trace_id=parent.trace_id,
@@ -144,7 +184,7 @@ def _phase_spans(record: RequestRecord, parent: SpanData, started_ns: int) -> li
             names.PHASE_SHARE: spent_ns / whole_ns,
             names.LAYOUT: names.COALESCED,
         }
-        spans.append(_child(parent, state, started_ns, started_ns + spent_ns, attributes))
+        spans.append(child(parent, state, started_ns, started_ns + spent_ns, attributes))
         started_ns += spent_ns
     return spans
 
@@ -184,7 +224,16 @@ def _server_attributes(
 
 def _engine_attributes(record: RequestRecord) -> dict[str, Attribute]:
     """What an upstream cannot tell us."""
-    return {
+    readings = {"at_admission": record.kv_at_admission, "worst": record.kv_worst, "at_end": record.kv_at_end}
+    kv: dict[str, Attribute] = {}
+    for when, reading in readings.items():
+        if reading is not None:
+            kv[names.KV_UTILIZATION.format(when=when)] = reading.utilization
+            kv[names.KV_TOKEN_OCCUPANCY.format(when=when)] = reading.token_occupancy
+            kv[names.KV_INTERNAL_FRAGMENTATION.format(when=when)] = reading.internal_fragmentation
+    return kv | {
+        names.ENGINE_NS: record.engine_ns,
+        names.INTERCONNECT_WAIT_MAX_NS: record.interconnect_wait_max_ns,
         names.PREEMPTIONS: record.preemptions,
         names.STEPS: record.steps,
         names.COMPUTED_TOKENS: record.computed_tokens,
@@ -210,6 +259,8 @@ def _gen_ai_attributes(record: RequestRecord, live: LiveRequest | None, operatio
         names.GEN_AI_USAGE_OUTPUT_TOKENS: record.output_tokens,
         names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: record.cached_tokens,
         names.TOKEN_GAP_MAX_SECONDS: record.gap_max_ns / NS_PER_S,
+        names.GC_PAUSE_NS: record.gc_pause_ns,
+        names.LOOP_LAG_NS: record.loop_lag_ns,
     }
     if record.routing:
         attributes |= {names.REPLICA: record.replica, names.ROUTING: record.routing}

@@ -23,6 +23,8 @@ from telemetry.vocabulary import (
 )
 
 FAULT, OBJECTIVE, CALLER, SLOWEST, SHARE = REASONS = ("fault", "objective", "caller", "slowest", "share")
+BAD = (FAULT, OBJECTIVE, SLOWEST)
+"""Reasons for which somebody will ask what it waited for."""
 RECENT_MAX = 1024
 """Requests of a route, of which the slowest are kept."""
 SLOW_QUANTILE = 0.99
