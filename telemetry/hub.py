@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 from telemetry import clock
 from telemetry.books import request_mismatches, step_mismatches
 from telemetry.complaints import Complaints
-from telemetry.deliver import MetricsPush, open_exports, open_push
+from telemetry.deliver import MetricsPush, SpanExport, open_exports, open_push
 from telemetry.export import exports
 from telemetry.live import LiveRequest, TraceContext, accept_trace
 from telemetry.logs import dropped_lines, log_request
@@ -94,6 +94,7 @@ class Hub:
         trace_file: str = "",
         trace_sample: float = 1.0,
         first: bool = True,
+        also_to: tuple[SpanExport, ...] = (),
     ) -> None:
         """
         Raises ExportConfigError.
@@ -106,10 +107,12 @@ class Hub:
             trace_file: where spans are written; empty: nowhere.
             trace_sample: the share of traces that are kept without a reason.
             first: of several that hear of the same steps, the one that checks their books and pushes metrics.
+            also_to: further takers of spans.
         """
         self._models = (model,) if model else ()
         self._version = version
         self._first = first
+        self._also_to = also_to
         self._sink: Sink[_Item] = Sink(items_max=RECORDS_MAX)
         self._recent = Recent(requests_max=REQUESTS_MAX, steps_max=STEPS_MAX, live_max=LIVE_MAX)
         self._metrics = Metrics(models=self._models)
@@ -223,8 +226,8 @@ class Hub:
     async def start(self) -> None:
         """Begin to pump, to measure the runtime and, where an endpoint is set, to export spans."""
         assert self._pumping is None, "started twice"
-        if self._exports.has_traces and self._tracer is None:
-            opened = open_exports(self._exports, resource=self._resource, version=self._version)
+        if (self._exports.has_traces or self._also_to) and self._tracer is None:
+            opened = open_exports(self._exports, resource=self._resource, version=self._version) + self._also_to
             self._tracer = Tracer(opened, ratio=self._exports.trace_sample, kept=self._exemplify)
         if self._first and self._push is None:
             self._push = open_push(self._exports, self._look, resource=self._resource, version=self._version)

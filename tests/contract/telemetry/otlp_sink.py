@@ -7,7 +7,7 @@ It knows nothing of the exporter but the wire: opentelemetry-proto decodes what 
 import gzip
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -85,9 +85,13 @@ class Collector:
 
     def wait_for(self, count: int, timeout_s: float = 20.0) -> list[Span]:
         """The spans, once there are `count` of them and all were well formed."""
+        return self.wait_until(lambda spans: len(spans) >= count, timeout_s)
+
+    def wait_until(self, enough: Callable[[list[Span]], bool], timeout_s: float = 20.0) -> list[Span]:
+        """The spans, once they are what the test waits for and all were well formed; a batch comes whole."""
         with self._arrived:
-            arrived = self._arrived.wait_for(lambda: len(self.spans) >= count, timeout_s)
-            assert arrived, f"{len(self.spans)} spans after {timeout_s} s, not {count}"
+            arrived = self._arrived.wait_for(lambda: enough(self.spans), timeout_s)
+            assert arrived, f"there are {len(self.spans)} spans after {timeout_s} s, not what the test waits for"
             assert not self.faults, self.faults
             return list(self.spans)
 
