@@ -13,8 +13,9 @@ Four gateways, each `python -m gateway` as production starts it, in front of an 
 
 In each round all four serve the same number of requests, in an order that changes, so that what the machine does
 otherwise meets all alike.  For each way: the median over the rounds of their p50 and p99, to the first text and to the
-end, and the ratio of the p99 of all requests to that of `healthy`.  What the bad ones lost is read from /metrics.
-Exit code 1: `frozen` or `gone` is slower than `healthy` by more than --percent-max.
+end; and by how much the p99 of whole requests differs from that of `none` and of `healthy` in the same round, of which
+again the median.  What the bad ones lost is read from /metrics.  Exit code 1: `frozen` or `gone` is slower than
+`healthy` by more than --percent-max.
 """
 
 import argparse
@@ -56,9 +57,9 @@ class Way:
     through: Through
     rounds: list[Seen] = field(default_factory=list)
 
-    def all(self) -> list[float]:
-        """Whole requests of all rounds, in seconds."""
-        return [whole for seen in self.rounds for whole in seen.wholes]
+    def p99s(self) -> list[float]:
+        """Of whole requests, by round, in seconds."""
+        return [percentile(seen.wholes, 99) for seen in self.rounds]
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
@@ -153,23 +154,27 @@ def spans(port: int) -> str:
     return f"spans lost: {lost or 'none'}, pending: {pending}"
 
 
+def more_percent(way: Way, base: Way) -> float:
+    """By how much its p99 is above that of `base`: the median over the rounds."""
+    ratios = (ours / theirs for ours, theirs in zip(way.p99s(), base.p99s(), strict=True))
+    return (statistics.median(ratios) - 1) * 100
+
+
 def tell(measured: list[Way]) -> dict[str, float]:
-    """The table; by how many percent the p99 of all whole requests is above that of `healthy`."""
-    base = percentile(next(way for way in measured if way.name == "healthy").all(), 99)
-    more = {way.name: (percentile(way.all(), 99) / base - 1) * 100 for way in measured}
-    print(f"{'':9s}{'first text, ms':>22s}{'whole request, ms':>22s}{'p99 of all':>12s}{'to healthy':>12s}")
-    print(f"{'':9s}{'p50':>11s}{'p99':>11s}{'p50':>11s}{'p99':>11s}{'ms':>12s}")
+    """The table; by how many percent each way is slower than `healthy`."""
+    none, good = measured[:2]
+    print(f"{'':8s}{'first text, ms':>20s}{'whole request, ms':>20s}{'p99 against none':>18s}{'against healthy':>17s}")
+    print(f"{'':8s}" + f"{'p50':>10s}{'p99':>10s}" * 2)
     for way in measured:
         columns = [
             statistics.median(percentile(getattr(seen, kind), percent) for seen in way.rounds) * 1e3
             for kind in ("first_texts", "wholes")
             for percent in (50, 99)
         ]
-        figures = "".join(f"{column:11.2f}" for column in columns)
-        print(
-            f"{way.name:9s}{figures}{percentile(way.all(), 99) * 1e3:12.2f}{more[way.name]:+11.2f}%  {spans(way.port)}"
-        )
-    return more
+        figures = "".join(f"{column:10.2f}" for column in columns)
+        against = f"{more_percent(way, none):+17.2f}%{more_percent(way, good):+16.2f}%"
+        print(f"{way.name:8s}{figures}{against}  {spans(way.port)}")
+    return {way.name: more_percent(way, good) for way in measured}
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from telemetry import step_traces
 from telemetry.spans import Link, phases
 from tests.contract.telemetry.otlp_sink import Collector, attributes, grpc_collector, http_collector
+from tests.contract.telemetry.test_metrics import read, total
 from tests.contract.telemetry.trees import received, roots
 from tests.http.conftest import options_for
 from tests.http.harness import MODEL, WEIGHTS, LiveGateway, ShellEngine
@@ -119,3 +120,29 @@ def test_how_full_the_pool_was_is_told(traced: tuple[LiveGateway, Collector]) ->
         assert told[f"pellucid.kv.{when}.token_occupancy"] == reading.token_occupancy
         assert told[f"pellucid.kv.{when}.internal_fragmentation"] == reading.internal_fragmentation
     assert told["pellucid.interconnect.wait_max_ns"] == 0
+
+
+@pytest.mark.parametrize("place", ["frozen", "gone", "refusing"])
+def test_a_bad_collector_costs_no_request_and_what_it_loses_is_counted(
+    model_dir: Path, vocab_size: int, socket_path: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telemetry.hub.FLUSH_S", 0.2)
+    monkeypatch.setattr("telemetry.otlp.QUEUE_SPANS_MAX", 100)
+    monkeypatch.setattr("telemetry.otlp.BATCH_SPANS_MAX", 50)
+    monkeypatch.setattr("telemetry.otlp.BATCH_PERIOD_S", 0.02)
+    with http_collector("refusing" if place == "refusing" else "frozen") as sink:
+        endpoint = "http://127.0.0.1:9" if place == "gone" else sink.url
+        engine = ShellEngine(socket_path, vocab_size=vocab_size)
+        engine.start()
+        gateway = LiveGateway(msgspec.structs.replace(options_for(model_dir, socket_path), otlp_endpoint=endpoint))
+        gateway.start()
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 2}
+        for _ in range(60):
+            assert gateway.client.post("/v1/completions", json=body).status_code == 200
+        series = read(gateway.client.get("/metrics").content)
+        lost = total(series, "pellucid_telemetry_drops_total")
+        pending = total(series, "pellucid_telemetry_pending_spans")
+        assert lost + pending == gateway.hub.trees.spans > 60 * 4
+        assert lost > 0 and pending <= 100 + 50, "a full queue, and what is being sent"
+        gateway.stop()
+        engine.stop()
