@@ -137,7 +137,13 @@ def hello(options: EngineOptions, device: Device) -> Hello:
         sequences_max=options.sequences_max,
         waiting_max=options.waiting_max,
         eos_ids=facts.eos_ids,
-        details=facts.details | {"first_token_s": f"{(facts.first_token_ns - STARTED_NS) / 1e9:.2f}"},
+        details=facts.details
+        | {
+            "first_token_s": f"{(facts.first_token_ns - STARTED_NS) / 1e9:.2f}",
+            "sequences_max": str(options.sequences_max),
+            "tokens_step_max": str(options.tokens_step_max),
+            "prefix_cache": "on" if options.prefix_cache else "off",
+        },
         weights=facts.weights,
     )
 

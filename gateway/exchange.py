@@ -16,17 +16,19 @@ from litestar.types import HTTPScope, Message, Receive, ReceiveMessage, Scope, S
 
 from gateway import cors, errors, headers
 from gateway.admission import Ticket
-from gateway.book import Book, Told
-from gateway.calls import Call, Flight
+from gateway.book import Book
+from gateway.calls import Flight
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
 from gateway.protocol import flow_of
+from gateway.spent import first_token, longest_gap, told_last
 from gateway.stream import Tokens
 from gateway.upstream_answer import Relayed
 from telemetry import clock
 from telemetry.hub import Hub
 from telemetry.live import LiveRequest, accept_trace
-from telemetry.records import RequestRecord
+from telemetry.records import RequestRecord, request_of
+from telemetry.views import request_json
 from telemetry.vocabulary import OTHER, ROUTES
 
 _log = structlog.get_logger("pellucid.gateway")
@@ -130,7 +132,11 @@ class Exchange:
     def _timing(self) -> bytes:
         """Where the time went so far, by the book if it is complete, as a header."""
         now_ns = clock.now_ns()
-        states = self.book.close(now_ns, self._told()) if self.flight.finished else self.book.shown.spent(now_ns)
+        states = (
+            self.book.close(now_ns, told_last(self.flight.calls))
+            if self.flight.finished
+            else self.book.shown.spent(now_ns)
+        )
         return ", ".join(f"{state};dur={spent_ns / 1e6:.3f}" for state, spent_ns in states.items()).encode()
 
     @property
@@ -244,7 +250,9 @@ class Exchange:
             call.abandon(closed_ns)
             call.release()
         self.settle()
-        record = self._record(max(closed_ns, self._last_ns()))
+        closed_ns = max(closed_ns, self._last_ns())
+        self.book.enter("finalize", closed_ns)
+        record = self._record(closed_ns)
         ticket = self.ticket
         await ticket.close(record)
         self._hub.request(
@@ -256,6 +264,11 @@ class Exchange:
             )
         )
 
+    def metrics(self) -> dict[str, object]:
+        """The record as it would be if the request ended now."""
+        self.settle()
+        return {**request_json(self._record(clock.now_ns()), 0)}
+
     def _output_tokens(self) -> int:
         if self.bill is not None:
             return self.bill.output
@@ -266,14 +279,15 @@ class Exchange:
 
     def _record(self, closed_ns: int) -> RequestRecord:
         calls = self.flight.calls
-        self.book.enter("finalize", closed_ns)
-        states = self.book.close(closed_ns, self._told())
+        states = self.book.close(closed_ns, told_last(self.flight.calls))
         disturbed = self._hub.disturbed()
         records = [call.record for call in calls if call.record is not None]
         last = max(records, key=lambda record: record.finished_ns, default=None)
-        gapped = max(records, key=lambda record: record.gap_max_ns, default=None)
+        gap_ns, gap_states, gap_step = longest_gap(calls)
         bill, relayed = self.bill, self.relayed
-        first_ns, first_states = self._first_token()
+        first_ns, first_states = first_token(calls, self.book)
+        if not calls and relayed.first_token_ns:
+            first_ns, first_states = relayed.first_token_ns - self.book.opened_ns, relayed.first_token_states
         return RequestRecord(
             request_id=self.request_id,
             tenant=self.live.tenant,
@@ -297,15 +311,15 @@ class Exchange:
             interconnect_transfer_ns=_sum(records, "interconnect_transfer_ns"),
             interconnect_wait_max_ns=max((record.interconnect_wait_max_ns for record in records), default=0),
             engine_ns=_sum(records, "engine_ns"),
-            stalled_for=last.stalled_for if last else {},
+            stalled_for=_by_request(last.stalled_for) if last else {},
             kv_at_admission=last.kv_at_admission if last else None,
             kv_worst=last.kv_worst if last else None,
             kv_at_end=last.kv_at_end if last else None,
             first_token_ns=first_ns,
             first_token_states=first_states,
-            gap_max_ns=gapped.gap_max_ns if gapped else relayed.gap_max_ns,
-            gap_states=gapped.gap_states if gapped else relayed.gap_states,
-            gap_step=gapped.gap_step if gapped else -1,
+            gap_max_ns=gap_ns or relayed.gap_max_ns,
+            gap_states=gap_states or relayed.gap_states,
+            gap_step=gap_step,
             degenerate=next((record.degenerate for record in records if record.degenerate), ""),
             model=self.live.model,
             route=self.live.route,
@@ -318,22 +332,11 @@ class Exchange:
             promised_tokens=self.live.promised_tokens,
             upstream=relayed.upstream,
             usage_estimated=relayed.estimated,
+            repeated_tokens=self.live.repeated_tokens,
             gc_pause_ns=disturbed.gc_pause_ns - self._disturbed.gc_pause_ns,
             loop_lag_ns=disturbed.loop_lag_ns - self._disturbed.loop_lag_ns,
+            starved_ns=disturbed.starved_ns - self._disturbed.starved_ns,
         )
-
-    def _told(self) -> Told | None:
-        """Of the sequence that finished last."""
-        sent = [call for call in self.flight.calls if call.sent_ns]
-        return _told_of(max(sent, key=_finished_ns)) if sent else None
-
-    def _first_token(self) -> tuple[int, dict[str, int]]:
-        """How long it took until the first token of any sequence, and where that went."""
-        relayed, opened_ns = self.relayed, self.book.opened_ns
-        first = min((call for call in self.flight.calls if call.first_token_ns), key=_first_token_ns, default=None)
-        if first is not None:
-            return first.first_token_ns - opened_ns, self.book.until_first_token(first.first_token_ns, _told_of(first))
-        return relayed.first_token_ns and relayed.first_token_ns - opened_ns, relayed.first_token_states
 
 
 def _has_body(given: Mapping[str, str]) -> bool:
@@ -344,7 +347,7 @@ def route_of(path: str) -> str:
     """The path as a label: one of a closed vocabulary."""
     if path in ROUTES:
         return path
-    for prefix in ("/v1/models/", "/debug/requests/"):
+    for prefix in ("/v1/models/", "/debug/requests/", "/debug/why/"):
         if path.startswith(prefix):
             return prefix + "{id}"
     if path.startswith("/admin/"):
@@ -364,16 +367,12 @@ def exchange_of(scope: Scope) -> Exchange:
     return exchange
 
 
-def _told_of(call: Call) -> Told:
-    return Told(call.record, call.accepted_ns, call.one_clock, call.lives)
-
-
-def _first_token_ns(call: Call) -> int:
-    return call.first_token_ns
-
-
-def _finished_ns(call: Call) -> int:
-    return call.record.finished_ns if call.record else call.finished_ns
+def _by_request(spent: dict[str, int]) -> dict[str, int]:
+    """By the names that people know, and not by those of an engine for its sequences."""
+    found: dict[str, int] = {}
+    for name, spent_ns in spent.items():
+        found[request_of(name)] = found.get(request_of(name), 0) + spent_ns
+    return found
 
 
 def _sum(records: list[RequestRecord], field: str) -> int:

@@ -21,6 +21,8 @@ from telemetry import clock
 from telemetry.books import request_mismatches, step_mismatches
 from telemetry.complaints import Complaints
 from telemetry.deliver import MetricsPush, SpanExport, open_exports, open_push
+from telemetry.disturbance import host_pressure_ns
+from telemetry.evidence import Evidence
 from telemetry.export import exports
 from telemetry.live import LiveRequest, TraceContext, accept_trace
 from telemetry.logs import dropped_lines, log_request
@@ -43,10 +45,12 @@ _logger = logging.getLogger("pellucid.telemetry")
 PUMP_PERIOD_S = 0.1
 PUMP_BUDGET_NS = 2_000_000
 """How long one turn of the pump may keep the event loop."""
+SAMPLE_PERIOD_NS = 1_000_000_000
+"""How often memory is looked at."""
 FLUSH_S = 3.0
 """How long `stop` waits for a collector."""
 RECORDS_MAX = 16_384
-REQUESTS_MAX = 1_000
+REQUESTS_MAX = 4_000
 STEPS_MAX = 2_000
 LIVE_MAX = 100_000
 STALE_NS = 5_000_000_000
@@ -69,6 +73,7 @@ class Overlaps(NamedTuple):
 
     gc_pause_ns: int
     loop_lag_ns: int
+    starved_ns: int
 
 
 class _Ended(NamedTuple):
@@ -180,7 +185,8 @@ class Hub:
 
     def disturbed(self) -> Overlaps:
         """What has disturbed this process so far, all times together."""
-        return Overlaps(self._runtime.gc_pause_ns, self._runtime.loop_lag_ns(clock.now_ns()))
+        runtime = self._runtime
+        return Overlaps(runtime.gc_pause_ns, runtime.loop_lag_ns(clock.now_ns()), runtime.starved_ns)
 
     # What people and scrapers ask.
 
@@ -215,6 +221,17 @@ class Hub:
         """The newest engine steps."""
         self._pump_all()
         return {"steps": [step_json(step) for step in self._recent.steps(limit)]}
+
+    def evidence(self, since_ns: int) -> Evidence:
+        """All that has happened since then, as far as it is remembered; what is known of the system is not in it."""
+        self._pump_all()
+        return self._recent.evidence(since_ns, clock.now_ns())
+
+    def record(self, request_id: str) -> RequestRecord | None:
+        """One request; one in flight as if it ended now.  None for one that is unknown, or forgotten."""
+        self._pump_all()
+        found = self._recent.find(request_id)
+        return found.so_far(clock.now_ns()) if isinstance(found, LiveRequest) else found
 
     def debug_kv(self) -> JsonObject:
         """Where the KV slots are."""
@@ -255,8 +272,13 @@ class Hub:
             self._push = None
 
     async def _pump_for_ever(self) -> None:
+        sampled_ns = 0
         while True:
             pending = self._pump(budget_ns=PUMP_BUDGET_NS)
+            now_ns = clock.now_ns()
+            if now_ns - sampled_ns >= SAMPLE_PERIOD_NS:
+                sampled_ns = now_ns
+                self._recent.sampled("gateway", now_ns, resident_bytes())
             await asyncio.sleep(0 if pending else PUMP_PERIOD_S)
 
     def _pump_all(self) -> None:
@@ -334,6 +356,7 @@ class Hub:
                 restarts=replica.restarts,
                 silent_ns=max(0, now_ns - replica.heard_ns),
                 step=replica.current_step(now_ns, STALE_NS),
+                memory=replica.memory,
             )
             for number, replica in sorted(self._recent.replicas.items())
         )
@@ -346,6 +369,8 @@ class Hub:
             pending_records=len(self._sink),
             pending_spans=self._tracer.pending_spans() if self._tracer is not None else 0,
             resident_bytes=resident_bytes(),
+            starved_ns=self._runtime.starved_ns,
+            pressure_ns=host_pressure_ns(),
             loop_tasks=loop_tasks(),
             build=tuple((self._version, model) for model in self._models),
             limits=self._limits(),

@@ -209,7 +209,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     interconnect_wait_max_ns: int = 0  # in one step
     first_token_ns: int = 0  # from accepted_ns to the first output token; 0: there was none
     first_token_states: dict[str, int] = {}  # where that went: as `states`, they sum to it
-    gap_max_ns: int = 0  # longest time between two output tokens, as the engine emits them
+    gap_max_ns: int = 0  # longest time between two output tokens
     gap_states: dict[str, int] = {}  # where that went; they sum to it
     gap_step: int = -1  # the step that ended it
     engine_ns: int = 0  # its share, by rows, of the steps that it was in: what it cost
@@ -233,8 +233,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     charged_micros: int = 0  # what they cost, in millionths of the currency of the prices
     upstream: str = ""  # who answered, where that was no engine of ours; its KV, steps and phases are not known
     usage_estimated: bool = False  # the upstream has not said how many tokens there were
+    repeated_tokens: int = 0  # of its prompt, as many as a prompt before it began with: what a prefix cache could find
     gc_pause_ns: int = 0  # of the gateway, while it was here: overlaps with its states
     loop_lag_ns: int = 0  # by how much the gateway's event loop woke up late, while it was here: overlaps, too
+    starved_ns: int = 0  # in which threads of the gateway could run and had no processor: overlaps, too
 
     def imbalance(self) -> int:
         """Nanoseconds of the request's life that no state accounts for."""
@@ -244,6 +246,15 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         """The same of the time to its first token, and of its longest gap."""
         first_ns = self.first_token_ns - sum(self.first_token_states.values())
         return first_ns or self.gap_max_ns - sum(self.gap_states.values())
+
+
+NAME_SEPARATOR = "#"
+"""What follows it in an engine's name of a sequence is the engine's business: each choice and each life has its own."""
+
+
+def request_of(name: str) -> str:
+    """The request whose sequence an engine calls so."""
+    return name.partition(NAME_SEPARATOR)[0]
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import contextlib
 from typing import Protocol
 
 from telemetry import clock
-from telemetry.disturbance import GcPauses
+from telemetry.disturbance import GcPauses, RunDelay
 
 LAG_PERIOD_S = 0.1
 LOOP_LAG = "pellucid_event_loop_lag_seconds"
@@ -30,8 +30,11 @@ class RuntimeSampler:
         self._observer = observer
         self._sampling: asyncio.Task[None] | None = None
         self._pauses = GcPauses(self._on_pause)
+        self._delay = RunDelay()
         self._lag_ns = 0
         self._due_ns = 0
+        self.starved_ns = 0
+        """How long threads of this process could have run and had no processor, as of the last look."""
 
     @property
     def gc_pause_ns(self) -> int:
@@ -46,6 +49,7 @@ class RuntimeSampler:
         """Begin to measure, on the running event loop."""
         assert self._sampling is None, "started twice"
         self._pauses.start()
+        self._delay.look_for_threads()
         self._sampling = asyncio.create_task(self._sample_for_ever(), name="event loop lag")
 
     async def stop(self) -> None:
@@ -58,6 +62,7 @@ class RuntimeSampler:
             await self._sampling
         self._sampling = None
         self._due_ns = 0
+        self._delay.close()
 
     async def _sample_for_ever(self) -> None:
         while True:
@@ -65,6 +70,7 @@ class RuntimeSampler:
             await asyncio.sleep(LAG_PERIOD_S)
             late_ns = max(0, clock.now_ns() - self._due_ns)
             self._lag_ns += late_ns
+            self.starved_ns = self._delay.total_ns()
             self._observer.observe(LOOP_LAG, late_ns)
 
     def _on_pause(self, generation: int, pause_ns: int) -> None:

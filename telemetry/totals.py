@@ -16,8 +16,8 @@ class StepTotals(msgspec.Struct):
     """All numbers are sums over steps, but for those whose name says otherwise."""
 
     steps: int = 0
-    began_ns: int = 0  # of the first step
-    ended_ns: int = 0  # of the last step
+    first_ns: int = 0  # the end of the first step
+    last_ns: int = 0  # that of the last one
     parts: dict[str, int] = {}
     compute_parts: dict[str, int] = {}
     tokens: int = 0
@@ -50,8 +50,8 @@ class StepTotals(msgspec.Struct):
 
     def add(self, step: StepRecord) -> None:
         """One step more."""
-        self.began_ns = self.began_ns or step.ended_ns - step.step_ns
-        self.ended_ns = max(self.ended_ns, step.ended_ns)
+        self.first_ns = self.first_ns or step.ended_ns
+        self.last_ns = max(self.last_ns, step.ended_ns)
         self.steps += 1
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(step, name))
@@ -76,9 +76,8 @@ class StepTotals(msgspec.Struct):
 
     def join(self, other: "StepTotals") -> None:
         """The steps of another stretch, or of another replica."""
-        began = [ns for ns in (self.began_ns, other.began_ns) if ns]
-        self.began_ns = min(began, default=0)
-        self.ended_ns = max(self.ended_ns, other.ended_ns)
+        self.first_ns = min((ns for ns in (self.first_ns, other.first_ns) if ns), default=0)
+        self.last_ns = max(self.last_ns, other.last_ns)
         for name in (*_SUMMED, "steps", *_FLOATS):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("parts", "compute_parts", "late_ranks"):
