@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 from telemetry import clock
 from telemetry.books import request_mismatches, step_mismatches
 from telemetry.complaints import Complaints
-from telemetry.deliver import MetricsPush, SpanExport, open_exports, open_push
+from telemetry.deliver import SpanExport
 from telemetry.disturbance import host_pressure_ns
 from telemetry.evidence import Evidence
 from telemetry.export import exports
@@ -28,13 +28,12 @@ from telemetry.live import LiveRequest, TraceContext, accept_trace
 from telemetry.logs import dropped_lines, log_request
 from telemetry.metrics import Metrics
 from telemetry.numbers import Numbers, exposition
+from telemetry.outgoing import Outgoing
 from telemetry.recent import BLOCK_SLOTS, Recent
 from telemetry.records import RequestRecord, StepRecord
-from telemetry.resource import resource
 from telemetry.runtime import RuntimeSampler
 from telemetry.sink import Sink
 from telemetry.spans import SpanData
-from telemetry.tracing import Tracer
 from telemetry.views import Json, JsonObject, kv_json, request_json, step_json
 from telemetry.vocabulary import LimitsView, ReplicaView, UpstreamView, View
 
@@ -117,23 +116,25 @@ class Hub:
         self._models = (model,) if model else ()
         self._version = version
         self._first = first
-        self._also_to = also_to
         self._sink: Sink[_Item] = Sink(items_max=RECORDS_MAX)
         self._recent = Recent(requests_max=REQUESTS_MAX, steps_max=STEPS_MAX, live_max=LIVE_MAX)
         self._metrics = Metrics(models=self._models)
         self._upstreams: Callable[[], tuple[UpstreamView, ...]] = tuple
         self._drops: dict[str, int] = {"live_full": 0, "consumer_failed": 0}
-        self._exports = exports(
+        settings = exports(
             endpoint=otlp_endpoint,
             metrics=otlp_metrics,
             trace_file=trace_file,
             trace_sample=trace_sample,
             environ=os.environ,
         )
-        self._resource = resource(version, os.environ)
-        self._tracer: Tracer | None = None
-        self._push: MetricsPush | None = None
-        self._look: Callable[[], Awaitable[Numbers]] = self._own_numbers
+        self._outgoing = Outgoing(
+            settings if first else replace(settings, metrics=None),
+            version=version,
+            also_to=also_to,
+            kept=self._exemplify,
+            look=self._own_numbers,
+        )
         self._runtime = RuntimeSampler(self)
         self._complaints = Complaints(_logger)
         self._pumping: asyncio.Task[None] | None = None
@@ -145,8 +146,7 @@ class Hub:
         """A request has begun; `request` with the same id closes it."""
         if not self._recent.opened(live):
             self._drops["live_full"] += 1
-        if self._tracer is not None:
-            self._tracer.opened(live)
+        self._outgoing.opened(live)
 
     def request(self, record: RequestRecord) -> None:
         """A request has ended."""
@@ -181,7 +181,7 @@ class Hub:
 
     def push_numbers(self, look: Callable[[], Awaitable[Numbers]]) -> None:
         """Where to look for the numbers of all workers, which are pushed for all."""
-        self._look = look
+        self._outgoing.look = look
 
     def disturbed(self) -> Overlaps:
         """What has disturbed this process so far, all times together."""
@@ -243,15 +243,7 @@ class Hub:
     async def start(self) -> None:
         """Begin to pump, to measure the runtime and, where an endpoint is set, to export spans."""
         assert self._pumping is None, "started twice"
-        if (self._exports.has_traces or self._also_to) and self._tracer is None:
-            opened = open_exports(self._exports, resource=self._resource, version=self._version) + self._also_to
-            self._tracer = Tracer(opened, ratio=self._exports.trace_sample, kept=self._exemplify)
-        if self._first and self._push is None:
-            self._push = open_push(self._exports, self._look, resource=self._resource, version=self._version)
-        for sentence in self._exports.sentences():
-            _logger.info(sentence)
-        if self._push is not None:
-            self._push.start()
+        self._outgoing.start()
         self._runtime.start()
         self._pumping = asyncio.create_task(self._pump_for_ever(), name="telemetry pump")
 
@@ -265,11 +257,7 @@ class Hub:
         self._pumping = None
         await self._runtime.stop()
         self._pump_all()
-        if self._tracer is not None:
-            await self._tracer.stop(FLUSH_S)
-        if self._push is not None:  # Last, so that it tells of spans that were lost.
-            await self._push.stop(FLUSH_S)
-            self._push = None
+        await self._outgoing.stop(FLUSH_S)
 
     async def _pump_for_ever(self) -> None:
         sampled_ns = 0
@@ -304,8 +292,7 @@ class Hub:
             self._guard("metrics", self._metrics.step, item)
             self._guard("recent", self._remember_step, item)
             self._guard("books", self._check_step, item)
-            if self._tracer is not None:
-                self._guard("spans", self._tracer.step, item)
+            self._guard("spans", self._outgoing.step, item)
         else:
             self._guard("metrics", self._observe, item)
 
@@ -313,8 +300,7 @@ class Hub:
         self._recent.step(step, clock.now_ns())
 
     def _trace(self, ended: _Ended) -> None:
-        if self._tracer is not None:
-            self._tracer.request(ended.record, ended.live)
+        self._outgoing.request(ended.record, ended.live)
 
     def _exemplify(self, record: RequestRecord, root: SpanData) -> None:
         self._metrics.exemplify(record, trace_id=root.trace_id, span_id=root.span_id, at_ns=root.ended_ns)
@@ -360,14 +346,15 @@ class Hub:
             )
             for number, replica in sorted(self._recent.replicas.items())
         )
-        span_drops = self._tracer.drops() if self._tracer is not None else {}
         return View(
             replicas=tuple(replicas),
             upstreams=self._upstreams(),
             live=dict(Counter(live.route for live in self._recent.live.values())),
-            drops=self._drops | {"sink_full": self._sink.dropped, "log_lines": dropped_lines()} | span_drops,
+            drops=self._drops
+            | {"sink_full": self._sink.dropped, "log_lines": dropped_lines()}
+            | self._outgoing.drops(),
             pending_records=len(self._sink),
-            pending_spans=self._tracer.pending_spans() if self._tracer is not None else 0,
+            pending_spans=self._outgoing.pending_spans(),
             resident_bytes=resident_bytes(),
             starved_ns=self._runtime.starved_ns,
             pressure_ns=host_pressure_ns(),
