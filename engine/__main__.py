@@ -24,6 +24,7 @@ from engine.handshake import HandshakeError, secret_in
 from engine.loop import Loop
 from engine.scheduler import Scheduler
 from engine.server import ListenError, Server
+from engine.sight import sight_of
 from telemetry import logs
 from telemetry.clock import CLOCK_ID, now_ns
 
@@ -76,6 +77,7 @@ def serve(options: EngineOptions, device: Device, server: Server, drafter: Draft
     """Serve `device` over `server` until a signal.  Raises DeviceLost."""
     scheduler = Scheduler(scheduler_config(options, device, drafter.facts if drafter is not None else None))
     loop = Loop(scheduler, device, server, drafter=drafter, replica=options.replica)
+    server.shows(lambda: sight_of(scheduler.pool, [*scheduler.running, *scheduler.waiting], now_ns()))
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         loop.stop()

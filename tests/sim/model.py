@@ -24,6 +24,7 @@ from engine.sequence import uniform
 from engine.speculate import Speculation
 from telemetry.records import RequestRecord
 from tests.sim.guesses import Generous, Guesser
+from tests.sim.sights import check_sight
 
 STEPS_MAX = 20_000
 STEP_NS_MAX = 5_000_000
@@ -151,6 +152,7 @@ class Simulation:
         self.journal.append(Planned(plan, self.now_ns))
         assert plan.tokens <= self.config.tokens_step_max
         self.scheduler.check()
+        check_sight(self.scheduler, self.now_ns)
         self.now_ns += self.random.randrange(1, STEP_NS_MAX)
         aborts = not self.patient and self.random.random() < 0.2
         if aborts:
@@ -160,6 +162,7 @@ class Simulation:
         outcome = self.scheduler.commit(plan, result, self.now_ns)
         self.journal.append(Committed(result, self.now_ns))
         self.scheduler.check()
+        check_sight(self.scheduler, self.now_ns)
         self._take(outcome)
         self._count_rows(plan, outcome, aborts=aborts)
 
