@@ -309,6 +309,8 @@ def route_of(path: str) -> str:
     """The path as a label: one of a closed vocabulary."""
     if path in ROUTES:
         return path
+    if path.startswith("/page/"):
+        return "/page/{name}"
     for prefix in ("/v1/models/", "/debug/requests/"):
         if path.startswith(prefix):
             return prefix + "{id}"

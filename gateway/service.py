@@ -21,6 +21,7 @@ from gateway.decode import T, check_token_ids, decode, of_body, split_prompts
 from gateway.errors import ApiError
 from gateway.exchange import Exchange
 from gateway.generation import Event, Generation
+from gateway.live import Live
 from gateway.models import Models
 from gateway.planning import Asked, parameters, plan, weight_attributes
 from gateway.renderer import RendererBusy
@@ -63,6 +64,7 @@ class Gateway:
         self.draining = False
         self.running: set[Exchange] = set()  # the engine has been given them: a drain waits for these
         self._places: set[Exchange] = set()  # those, and what is still being read or tokenized
+        self.live = Live(hub, backend, siblings, options.model_name)
         self.models = Models(options, backend, upstreams.pools)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -298,6 +300,7 @@ class Gateway:
     async def drain(self) -> None:
         """Refuse what is new, let the rest run up to `drain_s`, then end it with an error."""
         self.draining = True
+        self.live.close()
         if await self._idle_within(self.options.drain_s):
             return
         self.cut_off()

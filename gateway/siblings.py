@@ -20,6 +20,7 @@ import structlog
 from gateway.config import GatewayOptions
 from telemetry.hub import Hub, Json, JsonObject
 from telemetry.numbers import Numbers, exposition, join
+from telemetry.served import Served
 
 ANSWER_S = 1.0
 ANSWER_BYTES_MAX = 16 * 1024 * 1024
@@ -48,7 +49,11 @@ class _Find(msgspec.Struct, frozen=True, tag="find"):
     request_id: str
 
 
-_Question = _Count | _Newest | _Find
+class _Serve(msgspec.Struct, frozen=True, tag="serve"):
+    """How were those served who have asked lately?  -> list[Served]"""
+
+
+_Question = _Count | _Newest | _Find | _Serve
 _questions = msgspec.msgpack.Decoder(_Question)
 
 
@@ -97,6 +102,11 @@ class Siblings:
             return [], {}
         return await self._collect(_Find(request_id))
 
+    async def served(self) -> list[Served]:
+        """How those were served who have asked any of the workers lately."""
+        answers, _ = await self._ask(_Serve(), list[Served])
+        return [*self._hub.served(), *(one for answer in answers for one in answer)]
+
     async def _collect(self, question: _Newest | _Find) -> tuple[list[JsonObject], JsonObject]:
         answers, silent = await self._ask(question, list[dict[str, Any]])
         found = [*self._known(question), *(one for answer in answers for one in answer)]
@@ -126,6 +136,8 @@ class Siblings:
     def _answer(self, question: _Question) -> bytes:
         if isinstance(question, _Count):
             return self._write(self._hub.numbers())
+        if isinstance(question, _Serve):
+            return msgspec.msgpack.encode(self._hub.served())
         return msgspec.msgpack.encode(self._known(question))
 
     # ---- asking

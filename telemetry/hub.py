@@ -29,6 +29,7 @@ from telemetry.numbers import Numbers, exposition
 from telemetry.recent import BLOCK_SLOTS, Recent
 from telemetry.records import RequestRecord, StepRecord
 from telemetry.runtime import RuntimeSampler
+from telemetry.served import Served, served
 from telemetry.sink import Sink
 from telemetry.spans import request_spans, wall_offset_ns
 from telemetry.views import Json, JsonObject, kv_json, request_json, step_json
@@ -171,6 +172,16 @@ class Hub:
         """The newest engine steps."""
         self._pump_all()
         return {"steps": [step_json(step) for step in self._recent.steps(limit)]}
+
+    def steps_seen(self) -> int:
+        """How many steps there were, ever: `debug_steps` begins with the last of these."""
+        self._pump_all()
+        return self._recent.steps_seen
+
+    def served(self) -> list[Served]:
+        """How those were served who have asked within the last minute."""
+        self._pump_all()
+        return served(self._recent.ended(), clock.now_ns())
 
     def debug_kv(self) -> JsonObject:
         """Where the KV slots are."""

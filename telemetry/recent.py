@@ -5,6 +5,7 @@ Everything here is bounded: rings forget the oldest, and the requests in flight 
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 
 import msgspec
 
@@ -59,6 +60,8 @@ class Recent:
         self._requests: OrderedDict[str, RequestRecord] = OrderedDict()
         self._steps: deque[StepRecord] = deque(maxlen=steps_max)
         self.live: dict[str, LiveRequest] = {}
+        self.steps_seen = 0
+        """Steps, ever."""
         self.replicas: dict[int, Replica] = {}
 
     def opened(self, live: LiveRequest) -> bool:
@@ -85,6 +88,7 @@ class Recent:
         """Remember a step; its finished requests have a life of their own."""
         record = msgspec.structs.replace(record, finished=())
         self._steps.append(record)
+        self.steps_seen += 1
         replica = self._replica(record.replica)
         replica.last_step = record
         replica.heard_ns = heard_ns
@@ -121,6 +125,10 @@ class Recent:
         everything: list[RequestRecord | LiveRequest] = [*self._requests.values(), *live]
         everything.sort(key=_began_ns, reverse=True)
         return everything[: max(0, limit)]
+
+    def ended(self) -> Iterable[RequestRecord]:
+        """Those that have ended."""
+        return self._requests.values()
 
     def steps(self, limit: int) -> list[StepRecord]:
         """At most `limit` steps, newest first."""

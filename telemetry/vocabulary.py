@@ -39,6 +39,9 @@ ROUTES = (
     "/debug/requests/{id}",
     "/debug/steps",
     "/debug/kv",
+    "/debug/live",
+    "/",
+    "/page/{name}",
     "/admin",
     OTHER,
 )
@@ -51,9 +54,14 @@ OBSERVING_ROUTES = (
     "/debug/requests/{id}",
     "/debug/steps",
     "/debug/kv",
+    "/debug/live",
+    "/",
+    "/page/{name}",
     "/admin",
 )
 """Routes of those who look: counted, but not traced, logged or remembered among the requests."""
+STREAMED_ROUTES = ("/debug/live",)
+"""Of those who look for as long as they like: how long that was is no latency, and in no sum with others."""
 GENERATING_ROUTES = ("/v1/chat/completions", "/v1/completions")
 OUTCOMES = (
     # As the engine ends requests.
@@ -96,6 +104,9 @@ STATES = GATEWAY_STATES[:3] + ENGINE_STATES + GATEWAY_STATES[3:]
 """All states in the order in which a life passes them."""
 UPSTREAM_RESULTS = ("complete", "refused", "rate_limited", "failed", "abandoned")
 """What comes of a request to an upstream; refused: it was the client's fault; abandoned: the client left, or we did."""
+TIME_TO_FIRST_TOKEN_S = 2.0
+TIME_PER_OUTPUT_TOKEN_S = 0.2
+"""What is promised (`dashboards.objectives`).  Bounds of the buckets, so that no share of them is interpolated."""
 KV_PLACES = ("free", "cached_idle", "filled", "tail", "lookahead", "fenced")
 ROUTINGS = ("only", "turn", "least", "cached", "relief", "key", "first_block", "two_choices")
 """Why a request went to its replica: gateway.balance."""
