@@ -1,7 +1,7 @@
 // The KV map: every block of every engine, coloured by who holds it, filled as far as it is; and the same in numbers.
 
 import { $, classed, keyed, make, row, say, show, swatch } from "./dom.js";
-import { colour, cursor, fitted, hatch, onTheme } from "./canvas.js";
+import { colour, cursor, fitted, onTheme } from "./canvas.js";
 import { count, ownerColour, ownerInk, ownerLetter, plural, requestOf, share, shortId, stateWords } from "./words.js";
 
 const [FREE, CACHED, FENCED, HELD] = [0, 1, 2, 3]; // as the engine counts places
@@ -90,10 +90,9 @@ class Map_ {
     this.several = several ?? this.several;
     const blocks = this.place.length;
     const wide = Math.max(1, this.canvas.clientWidth);
-    const tall = this.several ? 180 : 300;
-    let cell = Math.min(CELL_MAX, Math.floor(Math.sqrt((wide * tall) / blocks)));
+    const tall = wide < 480 ? 420 : this.several ? 220 : 430;
+    let cell = Math.max(CELL_MIN, Math.min(CELL_MAX, Math.floor(Math.sqrt((wide * tall) / blocks))));
     while (cell > CELL_MIN && Math.ceil(blocks / Math.floor(wide / cell)) * cell > tall) cell -= 1;
-    cell = Math.max(CELL_MIN, cell);
     const columns = Math.max(1, Math.floor(wide / cell));
     this.per = Math.ceil(blocks / (columns * Math.floor(tall / cell))); // blocks of one cell, where there are too many
     this.cells = Math.ceil(blocks / this.per);
@@ -124,11 +123,22 @@ class Map_ {
       if (part === 0) this.outline(pen, own, x, y, size, [2, 1]);
       return;
     }
-    if (where === CACHED || where === FENCED) {
-      pen.fillStyle = hatch("muted", { step: where === CACHED ? 4 : 3, both: where === FENCED });
+    if (where === FREE) {
+      pen.fillStyle = colour("faint");
       pen.fillRect(x, y, size, size);
+      return;
     }
-    this.outline(pen, colour(where === FREE ? "rule" : "muted"), x, y, size, []);
+    pen.strokeStyle = colour(where === CACHED ? "quiet" : "muted"); // one stroke: cached; two: fenced
+    pen.lineWidth = 1;
+    pen.beginPath();
+    pen.moveTo(x + 0.5, y + size - 0.5);
+    pen.lineTo(x + size - 0.5, y + 0.5);
+    if (where === FENCED) {
+      pen.moveTo(x + 0.5, y + 0.5);
+      pen.lineTo(x + size - 0.5, y + size - 0.5);
+    }
+    pen.stroke();
+    this.outline(pen, colour("rule"), x, y, size, []);
   }
 
   outline(pen, own, x, y, size, dash) {
@@ -152,8 +162,8 @@ class Map_ {
     pen.textBaseline = "middle";
     for (const [owner, run] of longest) {
       const place = Math.floor(run.begin / this.per);
-      const x = (place % this.columns) * this.cell + this.cell / 2;
-      const y = Math.floor(place / this.columns) * this.cell + this.cell / 2;
+      const x = Math.max(6, (place % this.columns) * this.cell + this.cell / 2);
+      const y = Math.max(7, Math.floor(place / this.columns) * this.cell + this.cell / 2);
       pen.fillStyle = ownerColour(owner);
       pen.fillRect(x - 6, y - 7, 12, 13);
       pen.fillStyle = ownerInk(owner);

@@ -10,10 +10,10 @@ import { StepsPanel } from "./steps.js";
 import { Stream, key } from "./stream.js";
 import { drawTiles } from "./tiles.js";
 
-const model = new Model();
+export const model = new Model();
 const detail = new Detail(model);
 const open = (id, opener) => detail.open(id, opener);
-const kv = new KvPanel(open);
+export const kv = new KvPanel(open);
 const steps = new StepsPanel();
 const requests = new RequestsPanel(open);
 let frame = 0;

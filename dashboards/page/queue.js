@@ -24,7 +24,7 @@ function groupsOf(model) {
   return [...groups.values()].sort((a, b) => String(a.tenant).localeCompare(String(b.tenant)) || place(a) - place(b));
 }
 
-const tenantWords = (tenant) => (tenant === null || tenant === "null" ? "other tenants" : tenant || "no tenant");
+const tenantWords = (tenant) => (tenant === null ? "other tenants" : tenant || "–");
 
 export function drawQueue(model) {
   const groups = groupsOf(model);

@@ -46,7 +46,7 @@ export class RequestsPanel {
     say(tenant, one.tenant || "–");
     say(outcome, live ? stateWords(one.state) : OUTCOMES[one.outcome] ?? one.outcome.replaceAll("_", " "));
     classed(outcome, live ? "running" : FINE.includes(one.outcome) ? "" : "bad");
-    say(tokens, `${count(one.prompt_tokens)} → ${count(one.output_tokens)}`);
+    say(tokens, one.prompt_tokens || one.output_tokens ? `${count(one.prompt_tokens)} → ${count(one.output_tokens)}` : "–");
     say(first, one.first_token_ns ? time(one.first_token_ns) : "–");
     say(whole, time(one.e2e_ns));
     const states = model.inOrder(one.states);

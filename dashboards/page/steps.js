@@ -2,10 +2,10 @@
 
 import { $, keyed, make, say, show, swatch } from "./dom.js";
 import { colour, cursor, fitted, hatch, onTheme } from "./canvas.js";
-import { count, partKind, partWords, plural, share, time } from "./words.js";
+import { count, partKind, partWords, plural, round, share, time } from "./words.js";
 
 const COLUMN = 6;
-const LEFT = 46;
+const LEFT = 52;
 const BOTTOM = 16;
 const COLOURS = { decode: "blue", prefill: "sky", wait: "orange", far: "pink", again: "red", stall: "yellow", gate: "grey" };
 const HATCHED = ["wait", "again", "stall"];
@@ -84,7 +84,7 @@ export class StepsPanel {
       pen.lineTo(width, y);
       pen.stroke();
       pen.fillStyle = colour("muted");
-      pen.fillText(part ? time(top * part).replace(/\.0+ /, " ") : "0", LEFT - 6, y);
+      pen.fillText(part ? round(time(top * part)) : "0", LEFT - 6, y);
     }
     pen.textAlign = "left";
     pen.textBaseline = "alphabetic";
@@ -152,8 +152,8 @@ export class StepsPanel {
   }
 }
 
-// The next of 1, 2, 5, 10, ...
+// The next value that is easily read.
 function nice(value) {
   const size = 10 ** Math.floor(Math.log10(Math.max(1, value)));
-  return [1, 1.5, 2, 3, 5, 7.5, 10].map((one) => one * size).find((one) => one >= value) ?? 10 * size;
+  return [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10].map((one) => one * size).find((one) => one >= value) ?? 10 * size;
 }

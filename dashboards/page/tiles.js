@@ -1,10 +1,10 @@
 // How those were served who have asked within the last minute, and how much of the engines is in use.
 
 import { $, classed, keyed, make, say } from "./dom.js";
-import { count, plural, share, time } from "./words.js";
+import { count, plural, round, share, time } from "./words.js";
 
 function promised(name, objective) {
-  const bound = time(objective.objective_s * 1e9).replace(/\.0+ /, " ");
+  const bound = round(time(objective.objective_s * 1e9));
   const kept = objective.within;
   return {
     name,

@@ -14,6 +14,9 @@ export function time(ns) {
   return "";
 }
 
+// Without zeros that say nothing: of values that are round.
+export const round = (text) => text.replace(/(\.\d*?)0+ /, "$1 ").replace(". ", " ");
+
 export function share(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "\u2013";
   if (value > 0 && value < 0.0005) return "<0.1 %";

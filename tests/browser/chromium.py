@@ -72,6 +72,12 @@ class Tab:
         await self.send("Page.navigate", url=url)
         await self.until("location.href !== 'about:blank' && document.readyState === 'complete'", url)
 
+    async def reload(self) -> None:
+        """Show it anew."""
+        await self.evaluate("window.before = true")
+        await self.send("Page.reload")
+        await self.until("!window.before && document.readyState === 'complete'", "it is loaded again")
+
     async def resize(self, width: int, height: int) -> None:
         """The size of its window."""
         await self.send(
