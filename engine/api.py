@@ -201,7 +201,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 BLOCK_PLACES = ("free", "cached_idle", "fenced", "held")
 """Where a block may be.  Of a held one the slots are filled, tail or, where none of them is filled, lookahead."""
 BlockRun = tuple[int, int, int, int, int]
-"""So many blocks side by side: place (of BLOCK_PLACES), filled slots of each, number of its first owner or -1, holders."""
+"""So many blocks side by side: place (of BLOCK_PLACES), filled slots of each, number of an owner or -1, holders."""
 
 
 class SeenSequence(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """
 What an engine has before it at one moment, for whoever looks: every block of KV memory, and every sequence.
 
-Between two steps only.  Nobody looks most of the time, so nothing is kept for it: all of it is read off the pool and the
-queue, in O(blocks + sequences).
+Between two steps only.  Nobody looks most of the time, so nothing is kept for it: all of it is read off the pool and
+the queue, in O(blocks + sequences).
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from engine.sequence import Sequence
 
 
 def sight_of(pool: BlockPool, sequences: Iterable[Sequence], now_ns: int) -> Sight:
-    """Sums over its blocks are the pool's book.  A shared block is shown with the first of `sequences` that holds it."""
+    """Sums over its blocks are the pool's book.  A shared block is that of the first of `sequences` that hold it."""
     seen = list(sequences)
     owners = [-1] * pool.blocks_max
     for sequence in reversed(seen):

@@ -22,7 +22,7 @@ DRAIN_RETRY_AFTER_S = 5
 Where = Literal["every", "key", "body", "name", "model", "generation", "admin", "key_id", "live", "url"]
 """
 Which requests can meet it: all, those that need a key, have a body, name something in their URL, name a model, have
-something generated, need the admin key, name a key in their URL, are streams for those who look; those to no route at all.
+something generated, need the admin key, name a key in their URL, are streams for those who look; those to no route.
 """
 INVALID = "invalid_request_error"
 SERVER = "server_error"

@@ -23,8 +23,9 @@ from gateway.generation import Event
 from gateway.siblings import Siblings
 from telemetry import clock
 from telemetry.hub import Hub, Json, JsonObject
+from telemetry.records import STEP_PARTS
 from telemetry.served import Served, summary
-from telemetry.vocabulary import ROUTES, STATES, STEP_PARTS
+from telemetry.vocabulary import ROUTES, STATES
 
 _log = structlog.get_logger("pellucid.gateway")
 
@@ -115,7 +116,7 @@ class Live:
         if self._closed:
             raise errors.draining()
         if len(self.viewers) >= VIEWERS_MAX:
-            raise errors.overloaded(f"{VIEWERS_MAX} viewers look already; close one of their pages, or try again later.")
+            raise errors.overloaded(f"{VIEWERS_MAX} viewers look already: close one of their pages, or try later.")
         viewer = Viewer(exchange.ticket)
         self.viewers.add(viewer)
         exchange.answered = True  # to stop looking is no disconnect
@@ -156,7 +157,7 @@ class Live:
         while True:
             try:
                 await self._tick()
-            except Exception:  # a fault of ours: viewers see that nothing comes, and requests nothing of it
+            except Exception:  # noqa: BLE001  whatever it is, viewers see that nothing comes, and no request suffers.
                 _log.exception("a tick of the live view failed")
             await asyncio.sleep(TICK_S)
 

@@ -158,7 +158,7 @@ REQUEST_METRICS = (
     Metric(
         name="pellucid_request_state_seconds_total",
         kind="counter",
-        help="Time that ended requests have spent in each state; the states sum to their durations.  Without live views.",
+        help="Time that ended requests have spent in each state; the states sum to durations.  Without live views.",
         unit="seconds",
         labels=("state",),
         divisor=NS_PER_S,

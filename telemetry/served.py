@@ -55,7 +55,9 @@ def summary(several: Sequence[Served]) -> JsonObject:
         "time_to_first_token": _quantiles(
             [one.first_token_ns for one in several if one.first_token_ns > 0], TIME_TO_FIRST_TOKEN_S
         ),
-        "time_per_output_token": _quantiles([one.gap_ns for one in several if one.gap_ns >= 0], TIME_PER_OUTPUT_TOKEN_S),
+        "time_per_output_token": _quantiles(
+            [one.gap_ns for one in several if one.gap_ns >= 0], TIME_PER_OUTPUT_TOKEN_S
+        ),
     }
 
 

@@ -108,7 +108,8 @@ class Tab:
     async def click(self, selector: str) -> None:
         """With the pointer, where it is."""
         box = await self.evaluate(
-            f"(() => {{ const one = document.querySelector({json.dumps(selector)}); one.scrollIntoView({{block: 'center'}});"
+            f"(() => {{ const one = document.querySelector({json.dumps(selector)});"
+            " one.scrollIntoView({block: 'center'});"
             " const box = one.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
@@ -172,9 +173,7 @@ class Browser:
     async def tab(self) -> Tab:
         """A new one, with a storage of its own."""
         context = await self.send("Target.createBrowserContext")
-        target = await self.send(
-            "Target.createTarget", url="about:blank", browserContextId=context["browserContextId"]
-        )
+        target = await self.send("Target.createTarget", url="about:blank", browserContextId=context["browserContextId"])
         attached = await self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         tab = self._tabs[attached["sessionId"]] = Tab(self, attached["sessionId"], target["targetId"])
         return tab

@@ -7,11 +7,12 @@ Screenshots go to $PELLUCID_SCREENSHOTS, else to a directory of this run.
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -60,15 +61,17 @@ def appliance(default_model: Path) -> Iterator[Appliance]:
 
 
 @contextlib.contextmanager
-def small_gateway(step_delay_s: float = 0.004, **changes: object) -> Iterator[tuple[LiveGateway, ShellEngine]]:
+def small_gateway(
+    *, step_delay_s: float = 0.004, options: Mapping[str, object] | None = None
+) -> Iterator[tuple[LiveGateway, ShellEngine]]:
     """A gateway in this process, before an engine with true books and no model."""
     with TemporaryDirectory(prefix="pellucid") as home:
         model = write_model(Path(home))
         path = f"{home}/engine.sock"
         engine = ShellEngine(path, vocab_size=load(model).vocab_size, step_delay_s=step_delay_s)
         engine.start()
-        options = {"model": str(model), "model_name": MODEL, "engines": (f"unix:{path}",), **changes}
-        gateway = LiveGateway(GatewayOptions(**options))  # type: ignore[arg-type]  # a test's own
+        own = GatewayOptions(model=str(model), model_name=MODEL, engines=(f"unix:{path}",))
+        gateway = LiveGateway(msgspec.structs.replace(own, **(options or {})))
         gateway.start()
         try:
             yield gateway, engine

@@ -20,8 +20,8 @@ from gateway import page
 from gateway.admission import Ticket
 from gateway.live import TICK_S, VIEWERS_MAX, Snapshot, Viewer
 from telemetry.clock import now_ns
-from telemetry.records import KvBook
-from telemetry.vocabulary import STATES, STEP_PARTS
+from telemetry.records import STEP_PARTS, KvBook
+from telemetry.vocabulary import STATES
 from tests.http.asking import Pair, chat, post
 from tests.http.conftest import Custom, options_for
 from tests.http.fake_engine import FakeEngine
@@ -145,9 +145,7 @@ def sums(sight: Event) -> dict[str, int]:
     return slots
 
 
-def test_a_tenant_sees_its_own(
-    guard: Guard, model_dir: Path, vocab_size: int, socket_path: str, patient: None
-) -> None:
+def test_a_tenant_sees_its_own(guard: Guard, model_dir: Path, vocab_size: int, socket_path: str, patient: None) -> None:
     engine = ShellEngine(socket_path, vocab_size=vocab_size, step_delay_s=0.01)
     engine.start()
     gateway = LiveGateway(msgspec.structs.replace(options_for(model_dir, socket_path), **guard.options))
@@ -189,9 +187,11 @@ def test_of_several_workers_each_tells_of_all(model_dir: Path, vocab_size: int, 
             workers.wait_until_connected(number)
         for number in range(8):
             workers.post(f"one-{number}")
-        with httpx.Client(base_url=workers.url, timeout=WAIT_S, verify=False) as client:
-            with client.stream("GET", "/debug/live") as answer:
-                event = next(events_of(answer))
+        with (
+            httpx.Client(base_url=workers.url, timeout=WAIT_S, verify=False) as client,
+            client.stream("GET", "/debug/live") as answer,
+        ):
+            event = next(events_of(answer))
     finally:
         workers.stop()
         engine.stop()
