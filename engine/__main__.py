@@ -27,6 +27,7 @@ from engine.server import ListenError, Server
 from engine.sight import sight_of
 from telemetry import logs
 from telemetry.clock import CLOCK_ID, now_ns
+from telemetry.disturbance import Disturbances
 
 EXIT_LOST, EXIT_USAGE = 1, 2
 SPIN_COUNT = "10000"
@@ -76,7 +77,8 @@ def main(arguments: list[str]) -> int:
 def serve(options: EngineOptions, device: Device, server: Server, drafter: DraftModel | None = None) -> None:
     """Serve `device` over `server` until a signal.  Raises DeviceLost."""
     scheduler = Scheduler(scheduler_config(options, device, drafter.facts if drafter is not None else None))
-    loop = Loop(scheduler, device, server, drafter=drafter, replica=options.replica)
+    disturbances = Disturbances()
+    loop = Loop(scheduler, device, server, drafter=drafter, replica=options.replica, disturbances=disturbances.take)
     server.shows(lambda: sight_of(scheduler.pool, [*scheduler.running, *scheduler.waiting], now_ns()))
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -94,9 +96,11 @@ def serve(options: EngineOptions, device: Device, server: Server, drafter: Draft
     )
     if drafter is not None:
         log.info("draft_model_ready", model=options.draft_model, **drafter.facts.details)
+    disturbances.start()
     try:
         loop.run()
     finally:
+        disturbances.stop()
         server.close()
 
 
@@ -135,7 +139,13 @@ def hello(options: EngineOptions, device: Device) -> Hello:
         sequences_max=options.sequences_max,
         waiting_max=options.waiting_max,
         eos_ids=facts.eos_ids,
-        details=facts.details | {"first_token_s": f"{(facts.first_token_ns - STARTED_NS) / 1e9:.2f}"},
+        details=facts.details
+        | {
+            "first_token_s": f"{(facts.first_token_ns - STARTED_NS) / 1e9:.2f}",
+            "sequences_max": str(options.sequences_max),
+            "tokens_step_max": str(options.tokens_step_max),
+            "prefix_cache": "on" if options.prefix_cache else "off",
+        },
         weights=facts.weights,
     )
 

@@ -18,6 +18,7 @@ from engine.outcome import Outcome
 from engine.plan import DraftPlan, DraftResult, SliceResult, StepPlan, StepResult
 from engine.scheduler import Scheduler
 from telemetry.clock import now_ns
+from telemetry.disturbance import Disturbed
 from telemetry.records import STEP_PARTS, StepRecord
 
 STARVED_POLL_S = 0.001  # work, but nothing could be planned: ask again soon, without spinning
@@ -49,6 +50,7 @@ class Loop:
         drafter: Drafting | None = None,
         replica: int = 0,
         clock: Callable[[], int] = now_ns,
+        disturbances: Callable[[], Disturbed] = Disturbed,
     ) -> None:
         self._scheduler = scheduler
         self._device = device
@@ -57,6 +59,7 @@ class Loop:
         self._drafts_doubted = False  # somebody has been told that its numbers were none
         self._replica = replica
         self._clock = clock
+        self._disturbances = disturbances
         self._stopping = False
         self._starved = False
         self._frame: StepFrame | None = None  # of the step before, not yet published
@@ -138,6 +141,7 @@ class Loop:
 
     def _close(self, plan: StepPlan, result: StepResult, outcome: Outcome) -> None:
         """Write the step's record.  It begins where the last one ended, so nothing falls between two records."""
+        disturbed = self._disturbances()
         record = StepRecord(
             step_id=plan.step_id,
             replica=self._replica,
@@ -161,6 +165,13 @@ class Loop:
             draft_rejected_tokens=outcome.drafted_tokens - outcome.draft_accepted_tokens,
             draft_rejected_ns=int(outcome.draft_rejected_share * max(0, self._parts["compute"])),
             interconnect=result.interconnect,
+            slices=tuple((piece.sequence, len(piece.tokens)) for piece in plan.slices),
+            requests=outcome.requests,
+            served_ns=outcome.served_ns,
+            waits=outcome.waits,
+            gc_pause_ns=disturbed.gc_pause_ns,
+            starved_ns=disturbed.starved_ns,
+            memory=disturbed.memory,
             kv=outcome.kv,
             finished=outcome.finished,
         )

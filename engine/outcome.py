@@ -2,6 +2,7 @@
 What a step comes to, in numbers and in news.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
 import msgspec
@@ -9,7 +10,9 @@ import msgspec
 from engine.api import Delta, Load, PrefixNews
 from engine.blocks import BlockPool
 from engine.fairness import FairQueue
-from engine.sequence import Sequence
+from engine.interference import shares
+from engine.plan import StepPlan, StepResult
+from engine.sequence import Sequence, Status
 from telemetry.records import KvBook, RequestRecord
 
 
@@ -29,6 +32,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     evictions: int
     load: Load
+    served_ns: int  # what is shared out among those that were served
+    requests: dict[int, str]  # of those, who is served for the first time: the sequence's number, and its request
+    waits: dict[str, int]  # waiting sequences by state
     kv: KvBook
     prefixes: PrefixNews | None
 
@@ -38,6 +44,18 @@ class Tally:
 
     def __init__(self) -> None:
         self.prefill = self.recompute = self.decode = self.emitted = self.drafted = self.accepted = 0
+        self.served_ns = 0
+        self.requests: dict[int, str] = {}
+
+    def share_out(self, in_flight: Mapping[int, Sequence], plan: StepPlan, result: StepResult, step_ns: int) -> None:
+        """The time of the step, among those that it has served and that are still here, by their rows."""
+        self.requests = {one.number: one.request.request_id for one in in_flight.values() if not one.steps}
+        served = [(in_flight[piece.sequence], len(piece.tokens)) for piece in plan.slices]
+        here = [(one, rows) for one, rows in served if one.status is not Status.FINISHED]
+        if here:
+            self.served_ns = step_ns
+            for (one, _), share_ns in zip(here, shares(step_ns, [rows for _, rows in here]), strict=True):
+                one.meet(result.interconnect, share_ns)
 
     def add(self, *, prefill: int, recompute: int, emitted: int, drafted: int, accepted: int) -> None:
         """What one slice comes to, but for its decode rows."""

@@ -15,6 +15,7 @@ need and everybody else's fit, and is then left alone.  So none is preempted for
 """
 
 from bisect import insort
+from collections import Counter
 
 from engine import admission, prefix
 from engine.admission import door_fault
@@ -26,9 +27,9 @@ from engine.ending import ending_of
 from engine.fairness import FairQueue
 from engine.outcome import Outcome, Tally, load_of, merged
 from engine.plan import DraftPlan, DraftResult, Slice, SliceResult, StepPlan, StepResult
-from engine.sequence import Sequence, Status
+from engine.sequence import Sequence, Status, stamp
 from engine.speculate import Speculation
-from telemetry.records import RequestRecord
+from telemetry.records import KvBook, RequestRecord
 
 
 class Scheduler:
@@ -92,7 +93,7 @@ class Scheduler:
         self._expire(now_ns)
         counts = self._pay_running(now_ns)
         self._admit(counts, now_ns)
-        self._stamp(counts, now_ns)
+        stamp(self.running, counts, now_ns)
         self._step_id += 1
         self._in_flight = {sequence.number: sequence for sequence in self.running if sequence.number in counts}
         drafts = self._draft(counts, now_ns) if self._speculation is not None else {}
@@ -104,15 +105,18 @@ class Scheduler:
         assert plan.step_id == result.step_id == self._step_id
         assert len(plan.slices) == len(result.slices)
         tally = Tally()
+        tally.share_out(self._in_flight, plan, result, now_ns - self._planned_ns)
         for piece, answer in zip(plan.slices, result.slices, strict=True):
             sequence = self._in_flight[piece.sequence]
             if sequence.status is not Status.FINISHED:  # Or it was aborted while the step was in flight.
-                sequence.meet(result.interconnect)
                 self._settle(sequence, piece, answer, tally, now_ns)
         wasted = self._learn(plan, tally, now_ns) if self._speculation is not None else 0.0
-        self._in_flight = {}
         self.pool.commit(plan.step_id)
-        return self._outcome(tally, wasted)
+        kv = self.pool.book()
+        for sequence in self._in_flight.values():
+            sequence.met(kv)
+        self._in_flight = {}
+        return self._outcome(tally, wasted, kv)
 
     def stop(self, now_ns: int) -> None:
         """End everything: the engine is going down."""
@@ -175,6 +179,7 @@ class Scheduler:
 
     def _let_go(self, sequence: Sequence, now_ns: int) -> None:
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+        sequence.stalled(now_ns)
         sequence.charge(now_ns)
         # Back to front, so that the end of a chain is given up before its beginning.
         self.pool.release(sequence.blocks[::-1], step_id=self._step_id)
@@ -268,16 +273,12 @@ class Scheduler:
             return False
         self.waiting.admit(sequence, len(sequence.tokens) - cached)
         sequence.charge(now_ns)
+        sequence.met(self.pool.book())
         sequence.blocks = [*hit, *taken]
         self._cached += sequence.admit(cached)
         insort(self.running, sequence, key=lambda one: one.order)
         counts[sequence.number] = count
         return True
-
-    def _stamp(self, counts: dict[int, int], now_ns: int) -> None:
-        """Every running sequence is from now on in the state that this plan puts it in."""
-        for sequence in self.running:
-            sequence.ledger.enter(sequence.paying if sequence.number in counts else "stalled", now_ns)
 
     def _draft(self, counts: dict[int, int], now_ns: int) -> dict[int, tuple[int, ...]]:
         """Drafts by sequence.  None where somebody pays for more than its newest token: prefill is not held up."""
@@ -331,7 +332,7 @@ class Scheduler:
         tally.decode += max(0, known - max(piece.start, sequence.prompt_length, sequence.computed_peak))
         taken, ending = 0, None
         while taken < len(emitted) and ending is None:
-            sequence.emit(emitted[taken], now_ns)
+            sequence.emit(emitted[taken], now_ns, self._step_id)
             taken += 1
             ending = ending_of(sequence)
         accepted = max(0, taken - 1)  # What is emitted is in KV, but for the last token.
@@ -372,7 +373,7 @@ class Scheduler:
         self._speculation.spent(plan.tokens, keys, now_ns - self._planned_ns)
         return self._speculation.wasted_share(plan.tokens, keys, tally.drafted - tally.accepted)
 
-    def _outcome(self, tally: Tally, wasted: float) -> Outcome:
+    def _outcome(self, tally: Tally, wasted: float, kv: KvBook) -> Outcome:
         outcome = Outcome(
             deltas=merged(self._deltas),
             finished=tuple(self._finished),
@@ -387,7 +388,10 @@ class Scheduler:
             preemptions=self._preemptions,
             evictions=self.pool.evictions - self._evictions_before,
             load=load_of(self.running, self.waiting, self.pool),
-            kv=self.pool.book(),
+            served_ns=tally.served_ns,
+            requests=tally.requests,
+            waits=dict(Counter(sequence.ledger.state for sequence in self.waiting)),
+            kv=kv,
             prefixes=self.pool.prefixes.report(),
         )
         self._deltas, self._finished = [], []

@@ -9,13 +9,15 @@ The scheduler owns it and is the only one to change it.  The debt, `known - comp
 does: prefill, the rest of a chunked prefill, decode and recompute after a preemption are one subtraction.
 """
 
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
 from engine import prefix
 from engine.api import Finish, GenerateRequest, Usage
+from engine.interference import Interference
 from engine.plan import SampleSpec, Slice
 from telemetry.ledger import Ledger
-from telemetry.records import InterconnectBook, RequestRecord
+from telemetry.records import InterconnectBook, KvBook, RequestRecord
 
 _MASK = (1 << 64) - 1
 
@@ -52,11 +54,20 @@ class Sequence:
         self.drafts_accepted = 0
         self.interconnect_wait_ns = 0
         self.interconnect_transfer_ns = 0
+        self.interconnect_wait_max_ns = 0
+        self.engine_ns = 0
+        self.interference = Interference()
+        self._stalled: tuple[int, Mapping[str, int]] | None = None  # since when, and who is served instead
+        self.kv_met: list[KvBook] = []  # at admission, the worst since, the last one
         self.repeats = _repeats(self.outputs)
         self.degenerate = ""  # of telemetry.records.DEGENERATE_KINDS, once that is what ends it
         self._first_token_ns = 0
+        self._first_token_states: dict[str, int] = {}
         self._last_token_ns = 0
+        self._last_token_states: dict[str, int] = {}
         self._gap_max_ns = 0
+        self._gap_states: dict[str, int] = {}
+        self._gap_step = -1
         self._block_ns = 0
         self._charged_ns = now_ns
 
@@ -159,26 +170,58 @@ class Sequence:
         self.steps += 1
         return first, again
 
-    def emit(self, token: int, now_ns: int) -> None:
-        """One more output token."""
+    def emit(self, token: int, now_ns: int, step_id: int = -1) -> None:
+        """One more output token, of that step."""
         alike = self.repeats == self.output_length and (not self.repeats or token == self.tokens[-1])
         self.tokens.append(token)
         self.repeats += alike
-        if self._last_token_ns:
-            self._gap_max_ns = max(self._gap_max_ns, now_ns - self._last_token_ns)
-        else:
-            self._first_token_ns = now_ns - self.ledger.opened_ns
-        self._last_token_ns = now_ns
+        if now_ns == self._last_token_ns:
+            return  # Of the same step as the one before.
+        states = self.ledger.spent(now_ns)
+        if not self._last_token_ns:
+            self._first_token_ns, self._first_token_states = now_ns - self.ledger.opened_ns, states
+        elif now_ns - self._last_token_ns > self._gap_max_ns:
+            self._gap_max_ns, self._gap_step = now_ns - self._last_token_ns, step_id
+            before = self._last_token_states
+            self._gap_states = {
+                state: spent_ns - before.get(state, 0)
+                for state, spent_ns in states.items()
+                if spent_ns > before.get(state, 0)
+            }
+        self._last_token_ns, self._last_token_states = now_ns, states
 
     def charge(self, now_ns: int) -> None:
         """Book the blocks held since the last call; to be called before the block table changes."""
         self._block_ns += len(self.blocks) * (now_ns - self._charged_ns)
         self._charged_ns = now_ns
 
-    def meet(self, interconnect: InterconnectBook) -> None:
-        """A step that it was in waited so long for other ranks, and for the wire."""
+    def meet(self, interconnect: InterconnectBook, share_ns: int) -> None:
+        """A step that it was in: how long that waited for other ranks, and for the wire, and the sequence's share."""
         self.interconnect_wait_ns += interconnect.wait_ns
         self.interconnect_transfer_ns += interconnect.transfer_ns
+        self.interconnect_wait_max_ns = max(self.interconnect_wait_max_ns, interconnect.wait_ns)
+        self.engine_ns += share_ns
+
+    def stalls(self, now_ns: int, served: Mapping[str, int]) -> None:
+        """The step that is planned now serves these instead, with so many rows each."""
+        self.ledger.enter("stalled", now_ns)
+        self._stalled = (now_ns, served)
+
+    def stalled(self, now_ns: int) -> None:
+        """Whatever it waited for, if it did, it waits no longer; to be called before it leaves that state."""
+        if self._stalled is not None:
+            since_ns, served = self._stalled
+            self.interference.add(now_ns - since_ns, served)
+            self._stalled = None
+
+    def met(self, kv: KvBook) -> None:
+        """The pool as it is while the sequence runs."""
+        if not self.kv_met:
+            self.kv_met = [kv, kv, kv]
+        elif kv.available < self.kv_met[1].available:
+            self.kv_met[1:] = [kv, kv]
+        else:
+            self.kv_met[2] = kv
 
     def usage(self) -> Usage:
         """Tokens so far."""
@@ -186,6 +229,8 @@ class Sequence:
 
     def record(self, finish: Finish, now_ns: int) -> RequestRecord:
         """The request's book, closed at `now_ns`."""
+        readings = [book.reading() for book in self.kv_met]
+        at_admission, worst, at_end = readings or (None, None, None)
         return RequestRecord(
             request_id=self.request.request_id,
             tenant=self.request.tenant,
@@ -206,10 +251,33 @@ class Sequence:
             kv_block_ns=self._block_ns,
             interconnect_wait_ns=self.interconnect_wait_ns,
             interconnect_transfer_ns=self.interconnect_transfer_ns,
+            interconnect_wait_max_ns=self.interconnect_wait_max_ns,
+            engine_ns=self.engine_ns,
+            stalled_for=self.interference.shown(),
+            kv_at_admission=at_admission,
+            kv_worst=worst,
+            kv_at_end=at_end,
             first_token_ns=self._first_token_ns,
+            first_token_states=self._first_token_states,
             gap_max_ns=self._gap_max_ns,
+            gap_states=self._gap_states,
+            gap_step=self._gap_step,
             degenerate=self.degenerate,
         )
+
+
+def stamp(running: Iterable[Sequence], counts: Mapping[int, int], now_ns: int) -> None:
+    """From now on each is in the state that a plan puts it in, with so many tokens for the sequence of each number."""
+    running = list(running)
+    served: dict[str, int] = {}
+    if len(counts) < len(running):
+        served = {one.request.request_id: counts[one.number] for one in running if one.number in counts}
+    for sequence in running:
+        sequence.stalled(now_ns)
+        if sequence.number in counts:
+            sequence.ledger.enter(sequence.paying, now_ns)
+        else:
+            sequence.stalls(now_ns, served)
 
 
 def _repeats(outputs: list[int]) -> int:

@@ -86,9 +86,14 @@ class Ticket:
         if self.identity is not None and not self.identity.may_use(model):
             raise errors.model_not_allowed(model)
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether all requests may be shown to it: there are no keys."""
+        return self.identity is None
+
     def sees(self, tenant: str) -> bool:
         """Whether requests of `tenant` may be shown to it."""
-        return self.identity is None or tenant == self.tenant
+        return self.sees_all or tenant == self.tenant
 
     def hold(self, admission: "Admission", reservation: Reservation, prompt_tokens: int) -> None:
         """It may run; from now on something is to be settled."""
@@ -96,6 +101,11 @@ class Ticket:
         self._held = (admission, reservation, prompt_tokens)
         if reservation.source != "unlimited":
             self.reserved_tokens = reservation.tokens
+
+    @property
+    def held(self) -> bool:
+        """Whether there is something to settle."""
+        return self._held is not None
 
     def recount(self, prompt_tokens: int) -> None:
         """So long was the prompt, which could only be estimated before."""

@@ -102,6 +102,10 @@ class TextChoice(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None
 
 
+Metrics = dict[str, AnyJson] | UnsetType
+"""With `include_metrics`: the request as `/debug/requests` will show it, up to here."""
+
+
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """What is the same in all that a request gets."""
 
@@ -118,6 +122,7 @@ class ChatCompletion(Envelope, frozen=True, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
+    metrics: Metrics = UNSET
 
 
 class ChatChunk(Envelope, frozen=True, kw_only=True):
@@ -126,6 +131,7 @@ class ChatChunk(Envelope, frozen=True, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
+    metrics: Metrics = UNSET
 
 
 class Completion(Envelope, frozen=True, kw_only=True):
@@ -134,6 +140,7 @@ class Completion(Envelope, frozen=True, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]
     usage: Usage
+    metrics: Metrics = UNSET
 
 
 class CompletionChunk(Envelope, frozen=True, kw_only=True):
@@ -142,6 +149,7 @@ class CompletionChunk(Envelope, frozen=True, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]
     usage: Usage | UnsetType = UNSET
+    metrics: Metrics = UNSET
 
 
 class Weights(msgspec.Struct, frozen=True):

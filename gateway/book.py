@@ -1,8 +1,8 @@
 """
 The gateway's half of a request's latency book, and how it is joined with the engine's.
 
-    parse | tokenize | dispatch | <the engine's states> | deliver | send, send_blocked | finalize
-                     ^ sent     ^ accepted              ^ finished  ^ last news here
+    auth | parse | tokenize | limit | route | dispatch | <the engine's states> | deliver | detokenize, limit, send ...
+                                            ^ sent     ^ accepted              ^ finished  ^ last news here
 
 An engine that is gone has taken its book with it.  All that is known of such a life is when we sent the request, heard
 that it was taken, and lost it; what follows, until the next engine has it, is no dispatch but a resume:
@@ -14,6 +14,7 @@ where they do not, only the engine's durations are used and the difference count
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gateway.calls import Life
 from telemetry.ledger import Ledger
@@ -52,13 +53,9 @@ class Book:
         self.enter("dispatch", now_ns)
         self._dispatched_ns = now_ns
 
-    def timing(self, sent_ns: int, now_ns: int, states: Sequence[str]) -> dict[str, str]:
-        """Headers: our own time before the request was sent on, and what these states have taken so far."""
-        spent = self.shown.spent(now_ns)
-        return {
-            "x-pellucid-overhead-ms": f"{(sent_ns - self.opened_ns) / 1e6:.3f}",
-            "server-timing": ", ".join(f"{state};dur={spent.get(state, 0) / 1e6:.3f}" for state in states),
-        }
+    def overhead(self, sent_ns: int) -> dict[str, str]:
+        """A header: our own time before the request was sent on."""
+        return {"x-pellucid-overhead-ms": f"{(sent_ns - self.opened_ns) / 1e6:.3f}"}
 
     def guess(self, state: str, now_ns: int) -> None:
         """What the engine seems to be doing, for the live view."""
@@ -68,8 +65,8 @@ class Book:
     def engine_done(self, now_ns: int) -> None:
         """The engine's last news arrived at `now_ns`."""
         if self._dispatched_ns is not None and self._tail is None:
-            self._tail = Ledger("send", now_ns)
-            self._show("send", now_ns)
+            self._tail = Ledger("detokenize", now_ns)
+            self._show("detokenize", now_ns)
 
     def wrote(self, began_ns: int, ended_ns: int, *, blocked: bool) -> None:
         """A write to the client took this long; `blocked` if it had to wait for the client to read."""
@@ -78,46 +75,78 @@ class Book:
         elif self._dispatched_ns is not None:
             return
         self.enter("send_blocked" if blocked else "send", began_ns)
-        self.enter("send", ended_ns)
+        self.enter("detokenize" if self._tail is not None else "send", ended_ns)
 
-    def close(
-        self,
-        now_ns: int,
-        record: RequestRecord | None,
-        *,
-        accepted_ns: int,
-        one_clock: bool,
-        lives: Sequence[Life] = (),
-    ) -> dict[str, int]:
+    def close(self, now_ns: int, told: "Told | None") -> dict[str, int]:
         """
-        All states up to `now_ns`; they sum to `now_ns - opened_ns`.
+        All states up to `now_ns`; they sum to `now_ns - opened_ns`.  Changes nothing: it may be asked for meanwhile.
 
-        `record` is the engine's book, of the sequence that finished last; without one, all after `accepted_ns` (when
-        we heard that the engine took the request) counts as deliver.  `lives` are those that it lost before.
+        `told` is of the sequence that finished last.  Where its engine's book is missing, all after it has taken the
+        request counts as deliver.
         """
-        ledger = self._ledger
-        if self._dispatched_ns is None:
+        ledger = self._ledger.copy()
+        if self._dispatched_ns is None or told is None:
             return ledger.spent(now_ns)
         received_ns = self._tail.opened_ns if self._tail else now_ns
+        record = told.record
+        if record is not None and record.imbalance() == 0:
+            _splice(ledger, told, record.states, self._lose(ledger, told.lives), received_ns)
+        else:
+            self._lose(ledger, told.lives)
+            if told.accepted_ns:
+                ledger.enter("deliver", min(told.accepted_ns, received_ns))
+        ledger.enter("finalize", received_ns)
+        if self._tail is not None:
+            ledger.splice(self._tail.spent(now_ns), now_ns)
+        return ledger.spent(now_ns)
+
+    def until_first_token(self, heard_ns: int, told: "Told") -> dict[str, int]:
+        """The same up to the first token, of which we heard at `heard_ns`; `told` is of the sequence that had it."""
+        assert self._dispatched_ns is not None, "a token came before the request was sent"
+        ledger = self._ledger.copy()
+        earlier = next((index for index, life in enumerate(told.lives) if heard_ns <= life.lost_ns), None)
+        if earlier is not None:
+            self._lose(ledger, told.lives[:earlier])
+            ledger.enter("lost", min(told.lives[earlier].accepted_ns or heard_ns, heard_ns))
+            return ledger.spent(heard_ns)
+        started_ns = self._lose(ledger, told.lives)
+        record = told.record
+        if record is not None and record.first_token_ns and record.part_imbalance() == 0:
+            _splice(ledger, told, record.first_token_states, started_ns, heard_ns)
+        elif told.accepted_ns:
+            ledger.enter("deliver", min(told.accepted_ns, heard_ns))
+        return ledger.spent(heard_ns)
+
+    def _lose(self, ledger: Ledger, lives: Sequence[Life]) -> int:
+        """Book the lives that are lost.  Returns since when the sequence was on its way to the engine after them."""
+        assert self._dispatched_ns is not None
         started_ns = self._dispatched_ns
         for life in lives:
             if life.accepted_ns:
                 ledger.enter("lost", life.accepted_ns)
             ledger.enter("resume", life.lost_ns)
             started_ns = life.lost_ns
-        if record is not None and record.imbalance() == 0:
-            self._splice(record, started_ns, received_ns, one_clock=one_clock)
-        elif accepted_ns:
-            ledger.enter("deliver", min(accepted_ns, received_ns))
-        ledger.enter("finalize", received_ns)
-        if self._tail is not None:
-            ledger.splice(self._tail.spent(now_ns), now_ns)
-        return ledger.spent(now_ns)
+        return started_ns
 
-    def _splice(self, record: RequestRecord, dispatched_ns: int, received_ns: int, *, one_clock: bool) -> None:
-        start_ns, end_ns = record.accepted_ns, record.finished_ns
-        if not one_clock or not dispatched_ns <= start_ns <= end_ns <= received_ns:
-            start_ns, end_ns = received_ns - (end_ns - start_ns), received_ns
-        if start_ns >= dispatched_ns:
-            self._ledger.enter("deliver", start_ns)
-            self._ledger.splice(record.states, end_ns)
+
+class Told(NamedTuple):
+    """What an engine has said of a sequence, and what is known of those that had it before."""
+
+    record: RequestRecord | None
+    """Its book; None: it did not come."""
+    accepted_ns: int
+    """When we heard that it took the sequence; 0: never."""
+    one_clock: bool
+    lives: Sequence[Life]
+
+
+def _splice(ledger: Ledger, told: Told, states: dict[str, int], started_ns: int, received_ns: int) -> None:
+    """What the engine's book says from its beginning on; what is left of the time until `received_ns` is deliver."""
+    assert told.record is not None
+    start_ns = told.record.accepted_ns
+    end_ns = start_ns + sum(states.values())
+    if not told.one_clock or not started_ns <= start_ns <= end_ns <= received_ns:
+        start_ns, end_ns = received_ns - (end_ns - start_ns), received_ns
+    if start_ns >= started_ns:
+        ledger.enter("deliver", start_ns)
+        ledger.splice(states, end_ns)

@@ -140,6 +140,11 @@ class Call:
         self.sent_ns = 0
         self.accepted_ns = 0  # when we heard of it, in this life; 0: not yet
         self.first_token_ns = 0
+        self.gap_max_ns = 0
+        """The longest time between two tokens, as they came here."""
+        self.gap_resumed = False
+        """Whether the engine was lost in it."""
+        self._token_ns = 0  # when the last one came
         self.progressed = False
         """Whether it has come further in this life."""
         self.finish: Finish | None = None
@@ -192,6 +197,10 @@ class Call:
         if delta.tokens:
             self.progressed = True
             self.first_token_ns = self.first_token_ns or now_ns
+            if self._token_ns and now_ns - self._token_ns > self.gap_max_ns:
+                self.gap_max_ns = now_ns - self._token_ns
+                self.gap_resumed = bool(self.lives) and self.lives[-1].lost_ns >= self._token_ns
+            self._token_ns = now_ns
             self.emitted.extend(delta.tokens)
             self._logprobs.extend(delta.logprobs)
         if delta.finish is not None:

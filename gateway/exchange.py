@@ -17,16 +17,18 @@ from litestar.types import HTTPScope, Message, Receive, ReceiveMessage, Scope, S
 from gateway import cors, errors, headers
 from gateway.admission import Ticket
 from gateway.book import Book
-from gateway.calls import Call, Flight
+from gateway.calls import Flight
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
 from gateway.protocol import flow_of
+from gateway.spent import first_token, longest_gap, told_last
 from gateway.stream import Tokens
 from gateway.upstream_answer import Relayed
 from telemetry import clock
 from telemetry.hub import Hub
 from telemetry.live import LiveRequest, accept_trace
-from telemetry.records import RequestRecord
+from telemetry.records import RequestRecord, request_of
+from telemetry.views import request_json
 from telemetry.vocabulary import OTHER, ROUTES
 
 _log = structlog.get_logger("pellucid.gateway")
@@ -73,6 +75,7 @@ class Exchange:
         self.status = 0
         self._options = options
         self._hub = hub
+        self._disturbed = hub.disturbed()
         self._receive = receive
         self._send = send
         self._flow = flow_of(scope)
@@ -96,16 +99,17 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         """ASGI: what the client is sent.  Raises ApiError when it does not read."""
+        self.settle()
         if self.outcome and not self.gone:  # the end is known here, and not yet to the client, who may ask again
-            await self.ticket.settle(output_tokens=self._output_tokens(), complete=self.bill is not None)
+            await self._settle_limits()
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            more = [(name.encode(), value.encode("latin-1")) for name, value in self.ticket.headers.items()]
+            more = [(b"server-timing", self._timing())]
+            more += [(name.encode(), value.encode("latin-1")) for name, value in self.ticket.headers.items()]
             own = headers.missing(message["headers"])
             if not self._body_read and b"connection" not in dict(message["headers"]):
                 more.append((b"connection", b"close"))  # nobody will read the rest: it must not hold the connection
             message["headers"] = [*message["headers"], *self._response_headers, *more, *own]
-        self.settle()
         began_ns = clock.now_ns()
         blocked = self._flow.write_paused
         if blocked:
@@ -117,6 +121,23 @@ class Exchange:
         if message["type"] == "http.response.body" and not message["more_body"]:
             self.answered = True
             self.book.enter("finalize", clock.now_ns())
+
+    async def _settle_limits(self) -> None:
+        if self.ticket.held:
+            before = self.book.shown.state
+            self.book.enter("limit", clock.now_ns())
+            await self.ticket.settle(output_tokens=self._output_tokens(), complete=self.bill is not None)
+            self.book.enter(before, clock.now_ns())
+
+    def _timing(self) -> bytes:
+        """Where the time went so far, by the book if it is complete, as a header."""
+        now_ns = clock.now_ns()
+        states = (
+            self.book.close(now_ns, told_last(self.flight.calls))
+            if self.flight.finished
+            else self.book.shown.spent(now_ns)
+        )
+        return ", ".join(f"{state};dur={spent_ns / 1e6:.3f}" for state, spent_ns in states.items()).encode()
 
     @property
     def blocked(self) -> bool:
@@ -229,7 +250,9 @@ class Exchange:
             call.abandon(closed_ns)
             call.release()
         self.settle()
-        record = self._record(max(closed_ns, self._last_ns()))
+        closed_ns = max(closed_ns, self._last_ns())
+        self.book.enter("finalize", closed_ns)
+        record = self._record(closed_ns)
         ticket = self.ticket
         await ticket.close(record)
         self._hub.request(
@@ -241,6 +264,11 @@ class Exchange:
             )
         )
 
+    def metrics(self) -> dict[str, object]:
+        """The record as it would be if the request ended now."""
+        self.settle()
+        return {**request_json(self._record(clock.now_ns()), 0)}
+
     def _output_tokens(self) -> int:
         if self.bill is not None:
             return self.bill.output
@@ -251,18 +279,15 @@ class Exchange:
 
     def _record(self, closed_ns: int) -> RequestRecord:
         calls = self.flight.calls
-        last = max((call for call in calls if call.sent_ns), key=_finished_ns, default=None)
-        self.book.enter("finalize", closed_ns)
-        states = self.book.close(
-            closed_ns,
-            last.record if last else None,
-            accepted_ns=last.accepted_ns if last else 0,
-            one_clock=last.one_clock if last else False,
-            lives=last.lives if last else (),
-        )
+        states = self.book.close(closed_ns, told_last(self.flight.calls))
+        disturbed = self._hub.disturbed()
         records = [call.record for call in calls if call.record is not None]
+        last = max(records, key=lambda record: record.finished_ns, default=None)
+        gap_ns, gap_states, gap_step = longest_gap(calls)
         bill, relayed = self.bill, self.relayed
-        first_ns = min((call.first_token_ns for call in calls if call.first_token_ns), default=relayed.first_token_ns)
+        first_ns, first_states = first_token(calls, self.book)
+        if not calls and relayed.first_token_ns:
+            first_ns, first_states = relayed.first_token_ns - self.book.opened_ns, relayed.first_token_states
         return RequestRecord(
             request_id=self.request_id,
             tenant=self.live.tenant,
@@ -284,8 +309,17 @@ class Exchange:
             kv_block_ns=_sum(records, "kv_block_ns"),
             interconnect_wait_ns=_sum(records, "interconnect_wait_ns"),
             interconnect_transfer_ns=_sum(records, "interconnect_transfer_ns"),
-            first_token_ns=first_ns - self.book.opened_ns if first_ns else 0,
-            gap_max_ns=max((record.gap_max_ns for record in records), default=relayed.gap_max_ns),
+            interconnect_wait_max_ns=max((record.interconnect_wait_max_ns for record in records), default=0),
+            engine_ns=_sum(records, "engine_ns"),
+            stalled_for=_by_request(last.stalled_for) if last else {},
+            kv_at_admission=last.kv_at_admission if last else None,
+            kv_worst=last.kv_worst if last else None,
+            kv_at_end=last.kv_at_end if last else None,
+            first_token_ns=first_ns,
+            first_token_states=first_states,
+            gap_max_ns=gap_ns or relayed.gap_max_ns,
+            gap_states=gap_states or relayed.gap_states,
+            gap_step=gap_step,
             degenerate=next((record.degenerate for record in records if record.degenerate), ""),
             model=self.live.model,
             route=self.live.route,
@@ -298,6 +332,10 @@ class Exchange:
             promised_tokens=self.live.promised_tokens,
             upstream=relayed.upstream,
             usage_estimated=relayed.estimated,
+            repeated_tokens=self.live.repeated_tokens,
+            gc_pause_ns=disturbed.gc_pause_ns - self._disturbed.gc_pause_ns,
+            loop_lag_ns=disturbed.loop_lag_ns - self._disturbed.loop_lag_ns,
+            starved_ns=disturbed.starved_ns - self._disturbed.starved_ns,
         )
 
 
@@ -311,7 +349,7 @@ def route_of(path: str) -> str:
         return path
     if path.startswith("/page/"):
         return "/page/{name}"
-    for prefix in ("/v1/models/", "/debug/requests/"):
+    for prefix in ("/v1/models/", "/debug/requests/", "/debug/why/"):
         if path.startswith(prefix):
             return prefix + "{id}"
     if path.startswith("/admin/"):
@@ -331,8 +369,12 @@ def exchange_of(scope: Scope) -> Exchange:
     return exchange
 
 
-def _finished_ns(call: Call) -> int:
-    return call.record.finished_ns if call.record else call.finished_ns
+def _by_request(spent: dict[str, int]) -> dict[str, int]:
+    """By the names that people know, and not by those of an engine for its sequences."""
+    found: dict[str, int] = {}
+    for name, spent_ns in spent.items():
+        found[request_of(name)] = found.get(request_of(name), 0) + spent_ns
+    return found
 
 
 def _sum(records: list[RequestRecord], field: str) -> int:

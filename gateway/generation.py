@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import structlog
+from msgspec import UNSET
 
 from gateway import errors
 from gateway.answers import FinishReason
@@ -118,7 +119,6 @@ class Generation:
         """Send, and wait until all are accepted.  Returns headers that say what came before that.  Raises ApiError."""
         exchange = self._exchange
         sent_ns = clock.now_ns()
-        timing = exchange.book.timing(sent_ns, sent_ns, ("parse", "tokenize"))
         exchange.book.dispatched(sent_ns)
         for one in self._running:
             one.call.promised_tokens = placed.promised_tokens or 0
@@ -129,7 +129,7 @@ class Generation:
         self._raise_failures()
         accepted_ns = max(one.call.accepted_ns for one in self._running)
         exchange.book.guess("prefill", accepted_ns)
-        return timing
+        return exchange.book.overhead(sent_ns)
 
     def _raise_failures(self) -> None:
         """Nothing is sent yet, so what has already failed can still be a plain HTTP status."""
@@ -147,8 +147,15 @@ class Generation:
         self._succeed()
         return choices, self._tokens()
 
-    async def events(self, writer: Writer, *, include_usage: bool) -> AsyncIterator[Event]:
-        """The answer as server-sent events.  Never raises an error: it becomes the last event."""
+    async def events(self, writer: Writer, *, usage: bool, metrics: bool) -> AsyncIterator[Event]:
+        """
+        The answer as server-sent events.  Never raises an error: it becomes the last event.
+
+        Args:
+            writer: gives them their shape.
+            usage: whether the bill is to be shown.
+            metrics: whether the request's own record is, beside the bill.
+        """
         try:
             if opening := b"".join(writer.opening(index) for index in range(len(self._running))):
                 yield opening, True
@@ -165,8 +172,8 @@ class Generation:
             self._exchange.outcome = "error"
             yield event(errors.internal().body()), False
             return
-        last = writer.usage(self._tokens()) if include_usage else b""
         self._succeed()
+        last = writer.usage(self._tokens(), self._exchange.metrics() if metrics else UNSET) if usage or metrics else b""
         yield last + DONE, False
 
     def _encoded(self, writer: Writer, news: News) -> bytes:
@@ -269,3 +276,10 @@ class Generation:
             cached=sum(cached),
             output=sum(one.output_tokens for one in self._running),
         )
+
+
+async def to_the_end(events: AsyncIterator[bytes]) -> AsyncIterator[Event]:
+    """Events of which nobody knows whether one is the last."""
+    async for data in events:
+        yield data, True
+    yield b"", False

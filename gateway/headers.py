@@ -24,8 +24,8 @@ class Header(msgspec.Struct, frozen=True):
 
 TABLE = (
     Header("x-request-id", "Names the request: the client's own id if it is fit and free, else a new one.", "every"),
+    Header("server-timing", "Where the time went until the answer began: the states of the request so far.", "every"),
     Header("x-pellucid-overhead-ms", "The gateway's own time before the engine had the request.", "generation"),
-    Header("server-timing", "What that was for; of an upstream also the wait for its first byte.", "generation"),
     Header("x-pellucid-degraded", "`limits`: the server that keeps them is away.", "key"),
     Header("x-ratelimit-limit-requests", "Of the level that is tightest, a minute.", "limited", r"^\d+$"),
     Header("x-ratelimit-remaining-requests", "What is left.", "limited", r"^\d+$"),

@@ -13,6 +13,7 @@ from typing import cast
 import msgspec
 
 from cache import accounts, key_records
+from diagnosis import doctor, why
 from gateway import admin_wire, answers, errors, headers, wire
 from gateway.config import GatewayOptions, elsewhere
 from gateway.errors import ErrorBody, Row, Where
@@ -39,7 +40,7 @@ _ADMIN_DESCRIPTION = (
     "organisation; null or absent: no limit, 0: nothing at all.  Times are Unix times in seconds; what may be spent is "
     "in millionths of the currency of the prices, on a day of UTC.  Each change leaves a line in the audit."
 )
-_TYPES = (wire, answers, errors, admin_wire, key_records, accounts)
+_TYPES = (wire, answers, errors, admin_wire, key_records, accounts, why, doctor)
 """Modules that have them."""
 
 
@@ -55,6 +56,8 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     body: type[msgspec.Struct] | None = None
     events: type[msgspec.Struct] | None = None
     """What a stream is made of."""
+    queries: dict[str, Json] = {}
+    """Schemas of parameters in the URL's query; none is required."""
     fails: tuple[Where, ...] = ()
 
 
@@ -108,11 +111,14 @@ def _document(routes: Sequence[Route], options: GatewayOptions, *, title: str, w
 
 
 def _operation(operation: Operation, route: Route, options: GatewayOptions) -> Schema:
+    queries: list[Json] = [
+        {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in operation.queries.items()
+    ]
     parameters: list[Json] = [
         {"name": name, "in": "path", "required": True, "schema": _parameter(name)}
         for name in _PARAMETER.findall(route.path)
     ]
-    found: Schema = {"operationId": route.name, "summary": route.summary, "parameters": parameters}
+    found: Schema = {"operationId": route.name, "summary": route.summary, "parameters": [*parameters, *queries]}
     if operation.body is not None:
         schema: Schema = {"$ref": _REF.format(name=operation.body.__name__)}
         if operation.events is not None:

@@ -18,6 +18,7 @@ from gateway.exchange import Exchange
 from gateway.tokens import ModelText
 from gateway.wire import PRIORITY_OF_TIER, ChatRequest, CompletionRequest
 from telemetry.live import Attribute
+from telemetry.records import NAME_SEPARATOR
 
 Asked = ChatRequest | CompletionRequest
 SEQUENCES_MAX = 128
@@ -49,7 +50,7 @@ def plan(
     seed = asked.seed if asked.seed is not None else secrets.randbits(63)
     stop_ids = _stop_ids(asked, hello, text)
     # A client may choose its request id, and send it again at once, but never a name in the engine.
-    names = f"{exchange.request_id}#{secrets.token_hex(4)}"
+    names = f"{exchange.request_id}{NAME_SEPARATOR}{secrets.token_hex(4)}"
     messages: list[GenerateRequest] = []
     for prompt in prompts:
         tokens_max = _tokens_max(asked, len(prompt), hello.context_max)

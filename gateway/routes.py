@@ -16,9 +16,11 @@ from litestar.di import NamedDependency
 from litestar.exceptions import HTTPException
 from litestar.handlers import HTTPRouteHandler
 from litestar.handlers.base import BaseRouteHandler
-from litestar.params import FromPath
+from litestar.params import FromPath, FromQuery
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from diagnosis.doctor import Report
+from diagnosis.why import Why
 from gateway import errors, page
 from gateway.answers import (
     ChatChunk,
@@ -38,6 +40,7 @@ from gateway.answers import (
 )
 from gateway.errors import ApiError, Where
 from gateway.exchange import Exchange, exchange_of
+from gateway.explain import SECONDS
 from gateway.openapi import Operation, Route
 from gateway.service import Answer, Gateway
 from gateway.wire import ChatRequest, CompletionRequest, DetokenizeRequest, Json, TokenizeRequest
@@ -221,6 +224,30 @@ async def debug_steps(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     return json_response(gateway.hub.debug_steps())
 
 
+@get(
+    "/debug/why/{request_id:str}",
+    guards=[authenticated],
+    opt={OPERATION: Operation(answer=Why, fails=("key", "name"))},
+)
+async def debug_why(
+    gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange], request_id: FromPath[str]
+) -> Response[bytes]:
+    """Why one request took as long as it did, in plain words."""
+    return json_response(await gateway.explain.request(request_id, exchange.ticket))
+
+
+@get(
+    "/debug/doctor",
+    guards=[authenticated],
+    opt={OPERATION: Operation(answer=Report, fails=("key",), queries={"seconds": SECONDS})},
+)
+async def debug_doctor(
+    gateway: NamedDependency[Gateway], exchange: NamedDependency[Exchange], seconds: FromQuery[str] = "300"
+) -> Response[bytes]:
+    """What carries the slow requests of the last seconds, and what would help."""
+    return json_response(await gateway.explain.system(seconds, exchange.ticket))
+
+
 @get("/debug/kv", guards=[authenticated], opt={OPERATION: Operation(answer=DebugKv, fails=("key",))})
 async def debug_kv(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     """Where the KV slots are."""
@@ -276,6 +303,8 @@ HANDLERS = (
     debug_requests,
     debug_request,
     debug_steps,
+    debug_why,
+    debug_doctor,
     debug_kv,
     debug_live,
     index,

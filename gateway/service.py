@@ -11,6 +11,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 
+from msgspec import UNSET
+
 from engine.api import Hello
 from gateway import errors
 from gateway.admission import Admission, Ticket
@@ -20,11 +22,13 @@ from gateway.config import GatewayOptions
 from gateway.decode import T, check_token_ids, decode, of_body, split_prompts
 from gateway.errors import ApiError
 from gateway.exchange import Exchange
-from gateway.generation import Event, Generation
+from gateway.explain import Explain
+from gateway.generation import Event, Generation, to_the_end
 from gateway.live import Live
 from gateway.models import Models
 from gateway.planning import Asked, parameters, plan, weight_attributes
 from gateway.renderer import RendererBusy
+from gateway.repeats import Repeats
 from gateway.siblings import Siblings
 from gateway.stream import ChatWriter, CompletionWriter, Writer
 from gateway.template import TemplateError
@@ -66,6 +70,8 @@ class Gateway:
         self._places: set[Exchange] = set()  # those, and what is still being read or tokenized
         self.live = Live(hub, backend, siblings, options.model_name)
         self.models = Models(options, backend, upstreams.pools)
+        self._repeats = Repeats()
+        self.explain = Explain(siblings, backend)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -80,10 +86,12 @@ class Gateway:
 
     async def authenticate(self, exchange: Exchange) -> None:
         """For all routes but those of the probes.  Raises ApiError."""
+        exchange.book.enter("auth", clock.now_ns())
         try:
             exchange.ticket = await self.admission.admit(exchange.headers)
         except ApiError as error:
             raise await exchange.refused(error) from None
+        exchange.book.enter("parse", clock.now_ns())
         exchange.live.tenant = exchange.ticket.tenant
 
     async def chat(self, exchange: Exchange) -> Answer:
@@ -234,12 +242,14 @@ class Gateway:
         if any(self.backend.poison.refuses(message, clock.now_ns()) for message in planned.messages):
             raise errors.poisonous()
         with self.backend.choosing(planned.messages, key=asked.prompt_cache_key or asked.user or "") as chosen:
+            exchange.book.enter("limit", clock.now_ns())
             await self.admission.reserve(
                 exchange.ticket,
                 prompt_tokens=sum(map(len, prompts)),
                 sequences=len(planned.messages),
                 tokens_max=asked.tokens_max,
             )
+            exchange.book.enter("route", clock.now_ns())
             placed = await chosen()
         self._check_wanted(exchange)
         hello = placed.hello
@@ -248,6 +258,7 @@ class Gateway:
         exchange.live.choices = len(planned.messages)
         exchange.live.parameters |= weight_attributes(hello.weights)
         self._runs(exchange)
+        exchange.on_close.append(lambda: self._repeats.note(exchange.live, planned, hello.block_slots))
         generation = Generation(exchange, planned, self.text, self.options)
         return generation, hello, await generation.launch(placed)
 
@@ -267,9 +278,10 @@ class Gateway:
     ) -> bytes | AsyncIterator[Event]:
         if asked.stream:
             options = asked.stream_options
-            return generation.events(writer, include_usage=bool(options and options.include_usage))
+            usage = bool(options and options.include_usage)
+            return generation.events(writer, usage=usage, metrics=bool(asked.include_metrics))
         choices, tokens = await generation.collect()
-        return writer.whole(choices, tokens)
+        return writer.whole(choices, tokens, exchange.metrics() if asked.include_metrics else UNSET)
 
     # ---- the way of a request whose model is served elsewhere
 
@@ -279,14 +291,16 @@ class Gateway:
         asked = await of_body(body, lambda: read(body, kind, self.options))
         relay = Relay(exchange, pool, asked, self.upstreams)
         self._check_wanted(exchange)
+        exchange.book.enter("limit", clock.now_ns())
         await self.admission.reserve(
             exchange.ticket, prompt_tokens=asked.prompt_tokens, sequences=asked.choices, tokens_max=asked.tokens_max
         )
+        exchange.book.enter("route", clock.now_ns())
         self._check_wanted(exchange)
         self._runs(exchange)
         exchange.watch()
         headers = await relay.ask()
-        return headers, _to_the_end(relay.events()) if asked.stream else await relay.whole()
+        return headers, to_the_end(relay.events()) if asked.stream else await relay.whole()
 
     # ---- the end
 
@@ -386,10 +400,3 @@ class Gateway:
 def _where(index: int, given: Sequence[str | list[int]], asked: CompletionRequest) -> str:
     several = isinstance(asked.prompt, list) and (len(given) > 1 or isinstance(asked.prompt[0], str | list))
     return f"prompt[{index}]" if several else "prompt"
-
-
-async def _to_the_end(events: AsyncIterator[bytes]) -> AsyncIterator[Event]:
-    """Events of which nobody knows whether one is the last."""
-    async for data in events:
-        yield data, True
-    yield b"", False

@@ -18,8 +18,10 @@ import msgspec
 import structlog
 
 from gateway.config import GatewayOptions
+from telemetry.evidence import Evidence
 from telemetry.hub import Hub, Json, JsonObject
 from telemetry.numbers import Numbers, exposition, join
+from telemetry.records import RequestRecord
 from telemetry.served import Served
 
 ANSWER_S = 1.0
@@ -28,6 +30,8 @@ QUESTION_BYTES_MAX = 4096
 QUESTION_S = 5.0
 REQUESTS_MAX = 100
 """Shown of the newest."""
+RECORDS_MAX = 4_000
+"""Of a worker, as many are looked through: what fits into an answer."""
 ID_CHARS_MAX = 100
 """No request has a longer name."""
 
@@ -53,7 +57,19 @@ class _Serve(msgspec.Struct, frozen=True, tag="serve"):
     """How were those served who have asked lately?  -> list[Served]"""
 
 
-_Question = _Count | _Newest | _Find | _Serve
+class _Records(msgspec.Struct, frozen=True, tag="records"):
+    """Which have ended since then?  -> list[RequestRecord]"""
+
+    since_ns: int
+
+
+class _Record(msgspec.Struct, frozen=True, tag="record"):
+    """Do you know this one, all of it?  -> list[RequestRecord], of one or none"""
+
+    request_id: str
+
+
+_Question = _Count | _Newest | _Find | _Records | _Record | _Serve
 _questions = msgspec.msgpack.Decoder(_Question)
 
 
@@ -107,6 +123,23 @@ class Siblings:
         answers, _ = await self._ask(_Serve(), list[Served])
         return [*self._hub.served(), *(one for answer in answers for one in answer)]
 
+    async def evidence(self, since_ns: int) -> Evidence:
+        """What has happened since then: the requests of all, and the steps, of which each worker hears."""
+        answers, _ = await self._ask(_Records(since_ns), list[RequestRecord])
+        found = self._hub.evidence(since_ns)
+        found.requests += [record for answer in answers for record in answer]
+        found.requests.sort(key=lambda record: record.finished_ns, reverse=True)
+        return found
+
+    async def record(self, request_id: str) -> RequestRecord | None:
+        """The newest request of that name; one in flight as if it ended now."""
+        if len(request_id) > ID_CHARS_MAX:
+            return None
+        answers, _ = await self._ask(_Record(request_id), list[RequestRecord])
+        own = self._hub.record(request_id)
+        found = [record for answer in answers for record in answer] + ([] if own is None else [own])
+        return max(found, key=lambda record: record.accepted_ns, default=None)
+
     async def _collect(self, question: _Newest | _Find) -> tuple[list[JsonObject], JsonObject]:
         answers, silent = await self._ask(question, list[dict[str, Any]])
         found = [*self._known(question), *(one for answer in answers for one in answer)]
@@ -138,6 +171,11 @@ class Siblings:
             return self._write(self._hub.numbers())
         if isinstance(question, _Serve):
             return msgspec.msgpack.encode(self._hub.served())
+        if isinstance(question, _Records):
+            return msgspec.msgpack.encode(self._hub.evidence(question.since_ns).requests[:RECORDS_MAX])
+        if isinstance(question, _Record):
+            record = self._hub.record(question.request_id)
+            return msgspec.msgpack.encode([] if record is None else [record])
         return msgspec.msgpack.encode(self._known(question))
 
     # ---- asking

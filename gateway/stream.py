@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+from msgspec import UNSET
 
 from engine.api import TokenLogprobs
 from gateway.answers import (
@@ -23,6 +24,7 @@ from gateway.answers import (
     Completion,
     CompletionChunk,
     FinishReason,
+    Metrics,
     PromptDetails,
     TextChoice,
     TextLogprobs,
@@ -84,10 +86,10 @@ class Writer(Protocol):
     def ending(self, index: int, finish_reason: FinishReason) -> bytes:
         """The last event of a choice."""
 
-    def usage(self, tokens: Tokens) -> bytes:
-        """The event with the bill."""
+    def usage(self, tokens: Tokens, metrics: Metrics = UNSET) -> bytes:
+        """The event with the bill, and with the metrics where those are asked for."""
 
-    def whole(self, choices: Sequence[Choice], tokens: Tokens) -> bytes:
+    def whole(self, choices: Sequence[Choice], tokens: Tokens, metrics: Metrics = UNSET) -> bytes:
         """The answer that is not a stream."""
 
 
@@ -105,8 +107,8 @@ class _Chunks:
     def chunk(self, choice: ChatChunkChoice | TextChoice) -> bytes:
         return self._start + _encode(choice) + b"]}\n\n"
 
-    def usage(self, tokens: Tokens) -> bytes:
-        return event(_encode(msgspec.structs.replace(self._empty, usage=tokens.usage())))
+    def usage(self, tokens: Tokens, metrics: Metrics = UNSET) -> bytes:
+        return event(_encode(msgspec.structs.replace(self._empty, usage=tokens.usage(), metrics=metrics)))
 
 
 class ChatWriter:
@@ -135,11 +137,11 @@ class ChatWriter:
         """An empty delta and the reason."""
         return self._chunk(index, ChatDelta(), None, finish_reason)
 
-    def usage(self, tokens: Tokens) -> bytes:
+    def usage(self, tokens: Tokens, metrics: Metrics = UNSET) -> bytes:
         """No choices, only the bill."""
-        return self._chunks.usage(tokens)
+        return self._chunks.usage(tokens, metrics)
 
-    def whole(self, choices: Sequence[Choice], tokens: Tokens) -> bytes:
+    def whole(self, choices: Sequence[Choice], tokens: Tokens, metrics: Metrics = UNSET) -> bytes:
         """A chat.completion object."""
         head = self._head
         return _encode(
@@ -150,6 +152,7 @@ class ChatWriter:
                 system_fingerprint=head.system_fingerprint,
                 choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
                 usage=tokens.usage(),
+                metrics=metrics,
             )
         )
 
@@ -215,11 +218,11 @@ class CompletionWriter:
         """No more text, and the reason."""
         return self._chunks.chunk(TextChoice(index, "", None, finish_reason))
 
-    def usage(self, tokens: Tokens) -> bytes:
+    def usage(self, tokens: Tokens, metrics: Metrics = UNSET) -> bytes:
         """No choices, only the bill."""
-        return self._chunks.usage(tokens)
+        return self._chunks.usage(tokens, metrics)
 
-    def whole(self, choices: Sequence[Choice], tokens: Tokens) -> bytes:
+    def whole(self, choices: Sequence[Choice], tokens: Tokens, metrics: Metrics = UNSET) -> bytes:
         """A text_completion object."""
         head = self._head
         return _encode(
@@ -230,6 +233,7 @@ class CompletionWriter:
                 system_fingerprint=head.system_fingerprint,
                 choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
                 usage=tokens.usage(),
+                metrics=metrics,
             )
         )
 

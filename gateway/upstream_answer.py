@@ -59,12 +59,18 @@ class Relayed:
         self.said: Tokens | None = None
         """The usage, as the upstream says it."""
         self.first_token_ns = 0
+        self.first_token_states: dict[str, int] = {}
         self.gap_max_ns = 0
         self.cut_short = False
         """Whether a choice ended because its tokens were spent."""
         self._pieces = 0
         self._text_bytes = 0
         self._last_ns = 0
+
+    @property
+    def gap_states(self) -> dict[str, int]:
+        """Where the longest gap went: nobody knows what the upstream did."""
+        return {"upstream": self.gap_max_ns} if self.gap_max_ns else {}
 
     @property
     def usage(self) -> Tokens | None:

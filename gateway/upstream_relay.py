@@ -114,7 +114,7 @@ class Relay:
                 raise (failure.error if failure is not None else error) from None
             try:
                 await self._attempt(upstream)
-                return self._exchange.book.timing(self._began_ns, clock.now_ns(), ("parse", "dispatch", "upstream"))
+                return self._exchange.book.overhead(self._began_ns)
             except Failure as caught:
                 failure = caught
             self._fail(failure)
@@ -287,8 +287,10 @@ class Relay:
         if usage is not None:
             live.prompt_tokens, live.cached_tokens = usage.prompt, usage.cached
             self._exchange.ticket.recount(usage.prompt)
-        if self._relayed.first_token_ns and not live.first_token_ns:
-            live.first_token_ns = self._relayed.first_token_ns - self._exchange.book.opened_ns
+        first_ns = self._relayed.first_token_ns
+        if first_ns and not live.first_token_ns:
+            live.first_token_ns = first_ns - self._exchange.book.opened_ns
+            self._relayed.first_token_states = self._exchange.book.close(first_ns, None)
         return b"".join(found)
 
     # ---- the end

@@ -97,6 +97,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    include_metrics: bool | None = None
     max_tokens: Count | None = None
     min_tokens: CountOrZero | None = None
     n: Annotated[int, Meta(ge=1, le=8)] | None = None

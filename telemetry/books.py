@@ -17,6 +17,10 @@ def request_mismatches(record: RequestRecord) -> Iterator[Mismatch]:
         yield "latency", lost_ns
     elif any(spent_ns < 0 for spent_ns in record.states.values()):
         yield "latency", min(record.states.values())
+    elif lost_ns := record.part_imbalance():
+        yield "latency", lost_ns
+    if unnamed_ns := record.states.get("stalled", 0) - sum(record.stalled_for.values()):
+        yield "latency", unnamed_ns
     if lost_tokens := _prompt_imbalance(record):
         yield "token", lost_tokens
     if lost_drafts := record.drafted_tokens - record.draft_accepted_tokens - record.draft_rejected_tokens:

@@ -21,6 +21,7 @@ from telemetry import clock
 from telemetry.books import request_mismatches, step_mismatches
 from telemetry.complaints import Complaints
 from telemetry.deliver import SpanExport, open_export
+from telemetry.evidence import Evidence
 from telemetry.export import target
 from telemetry.live import LiveRequest, TraceContext, accept_trace
 from telemetry.logs import dropped_lines, log_request
@@ -42,10 +43,12 @@ _logger = logging.getLogger("pellucid.telemetry")
 PUMP_PERIOD_S = 0.1
 PUMP_BUDGET_NS = 2_000_000
 """How long one turn of the pump may keep the event loop."""
+SAMPLE_PERIOD_NS = 1_000_000_000
+"""How often memory is looked at."""
 FLUSH_S = 3.0
 """How long `stop` waits for a collector."""
 RECORDS_MAX = 16_384
-REQUESTS_MAX = 1_000
+REQUESTS_MAX = 4_000
 STEPS_MAX = 2_000
 LIVE_MAX = 100_000
 STALE_NS = 5_000_000_000
@@ -61,6 +64,14 @@ class _Observation(NamedTuple):
     metric: str
     labels: tuple[str, ...]
     amount: int
+
+
+class Overlaps(NamedTuple):
+    """Times that overlap with the states of requests."""
+
+    gc_pause_ns: int
+    loop_lag_ns: int
+    starved_ns: int
 
 
 class _Ended(NamedTuple):
@@ -139,6 +150,11 @@ class Hub:
         self._upstreams = look
         self._metrics.learn(models=models, upstreams=[view.name for view in look()])
 
+    def disturbed(self) -> Overlaps:
+        """What has disturbed this process so far, all times together."""
+        runtime = self._runtime
+        return Overlaps(runtime.gc_pause_ns, runtime.loop_lag_ns(clock.now_ns()), runtime.starved_ns)
+
     # What people and scrapers ask.
 
     def metrics_text(self, accept: str = "") -> tuple[bytes, str]:
@@ -183,6 +199,17 @@ class Hub:
         self._pump_all()
         return served(self._recent.ended(), clock.now_ns())
 
+    def evidence(self, since_ns: int) -> Evidence:
+        """All that has happened since then, as far as it is remembered; what is known of the system is not in it."""
+        self._pump_all()
+        return self._recent.evidence(since_ns, clock.now_ns())
+
+    def record(self, request_id: str) -> RequestRecord | None:
+        """One request; one in flight as if it ended now.  None for one that is unknown, or forgotten."""
+        self._pump_all()
+        found = self._recent.find(request_id)
+        return found.so_far(clock.now_ns()) if isinstance(found, LiveRequest) else found
+
     def debug_kv(self) -> JsonObject:
         """Where the KV slots are."""
         self._pump_all()
@@ -213,8 +240,13 @@ class Hub:
             await self._export.stop(FLUSH_S)
 
     async def _pump_for_ever(self) -> None:
+        sampled_ns = 0
         while True:
             pending = self._pump(budget_ns=PUMP_BUDGET_NS)
+            now_ns = clock.now_ns()
+            if now_ns - sampled_ns >= SAMPLE_PERIOD_NS:
+                sampled_ns = now_ns
+                self._recent.sampled("gateway", now_ns, resident_bytes())
             await asyncio.sleep(0 if pending else PUMP_PERIOD_S)
 
     def _pump_all(self) -> None:

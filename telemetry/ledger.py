@@ -16,6 +16,12 @@ class Ledger:
         self._since_ns = now_ns
         self._spent_ns: dict[str, int] = {}
 
+    def copy(self) -> "Ledger":
+        """Another one that says the same, and goes its own way."""
+        twin = Ledger(self.state, self._since_ns)
+        twin.opened_ns, twin._spent_ns = self.opened_ns, dict(self._spent_ns)
+        return twin
+
     def enter(self, state: str, now_ns: int) -> None:
         """Leave the present state at `now_ns` for `state`; the same state again changes nothing."""
         if state != self.state:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from telemetry.ledger import Ledger
+from telemetry.records import RequestRecord
 
 Attribute = str | bool | int | float | tuple[str, ...]
 """What a span attribute may be here."""
@@ -84,10 +85,33 @@ class LiveRequest:
     """Why that one: of `telemetry.vocabulary.ROUTINGS`."""
     promised_tokens: int | None = None
     """Of its prompt, what the prefix index said that replica has in its cache; None: it was not asked, or away."""
+    repeated_tokens: int = 0
+    """Of its prompt, as many as a prompt before it began with."""
     parameters: dict[str, Attribute] = field(default_factory=dict)
     """What was asked for, by the names of `telemetry.names.REQUEST_PARAMETERS`: max_tokens, temperature, seed, ..."""
     error: str = ""
     """The code of the error that the request ended with, if any: becomes `error.type`, so it is one of a few words."""
+
+    def so_far(self, now_ns: int) -> RequestRecord:
+        """Its record as if it ended now; what its engine has counted is not known yet."""
+        return RequestRecord(
+            request_id=self.request_id,
+            tenant=self.tenant,
+            accepted_ns=self.ledger.opened_ns,
+            finished_ns=now_ns,
+            states=self.ledger.spent(max(now_ns, self.ledger.opened_ns)),
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            model=self.model,
+            route=self.route,
+            stream=self.stream,
+            choices=self.choices,
+            trace_id=self.trace.trace_id,
+            replica=self.replica,
+            routing=self.routing,
+            promised_tokens=self.promised_tokens,
+        )
 
     def placed(self, replica: int, routing: str, promised_tokens: int | None) -> None:
         """A replica has been chosen."""

@@ -9,13 +9,40 @@ from collections.abc import Iterable
 
 import msgspec
 
+from telemetry.evidence import Evidence
 from telemetry.live import LiveRequest
 from telemetry.records import RequestRecord, StepRecord
+from telemetry.totals import GRAIN_NS, StepTotals
 from telemetry.vocabulary import OBSERVING_ROUTES
 
 REPLICAS_MAX = 64
+TOTALS_MAX = 720
+"""Stretches of steps of which sums are kept: of an hour."""
+SAMPLES_MAX = 720
+STARTS_MAX = 256
 BLOCK_SLOTS = 16
 """Tokens per KV block, of an engine that has not said otherwise."""
+
+
+class Samples:
+    """A number at times: at most SAMPLES_MAX of them, over ever longer times ever further apart."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[int, int]] = []
+        self._apart_ns = 0
+
+    def add(self, at_ns: int, amount: int) -> None:
+        """One more, if it is not too near to the last one."""
+        if self._samples and at_ns - self._samples[-1][0] < self._apart_ns:
+            return
+        self._samples.append((at_ns, amount))
+        if len(self._samples) >= SAMPLES_MAX:
+            self._samples = self._samples[::2]
+            self._apart_ns = (at_ns - self._samples[0][0]) // len(self._samples)
+
+    def since(self, since_ns: int) -> list[tuple[int, int]]:
+        """Those from then on."""
+        return [one for one in self._samples if one[0] >= since_ns]
 
 
 class Replica:
@@ -59,6 +86,9 @@ class Recent:
         self._live_max = live_max
         self._requests: OrderedDict[str, RequestRecord] = OrderedDict()
         self._steps: deque[StepRecord] = deque(maxlen=steps_max)
+        self._totals: deque[StepTotals] = deque(maxlen=TOTALS_MAX)
+        self._starts_ns: deque[int] = deque(maxlen=STARTS_MAX)
+        self.memory: dict[str, Samples] = {}
         self.live: dict[str, LiveRequest] = {}
         self.steps_seen = 0
         """Steps, ever."""
@@ -89,6 +119,11 @@ class Recent:
         record = msgspec.structs.replace(record, finished=())
         self._steps.append(record)
         self.steps_seen += 1
+        if not self._totals or record.ended_ns - self._totals[-1].first_ns > GRAIN_NS:
+            self._totals.append(StepTotals())
+        self._totals[-1].add(record)
+        if record.memory is not None:
+            self.sampled(f"engine {record.replica}", heard_ns, record.memory.resident_bytes)
         replica = self._replica(record.replica)
         replica.last_step = record
         replica.heard_ns = heard_ns
@@ -96,6 +131,8 @@ class Recent:
     def connected(self, number: int, *, epoch: str, block_slots: int, now_ns: int) -> None:
         """The replica is there.  Another epoch than before is another process: its pool is new and empty."""
         replica = self._replica(number)
+        if replica.epoch != epoch:
+            self._starts_ns.append(now_ns)
         if replica.epoch not in ("", epoch):
             replica.restarts += 1
             replica.last_step = None
@@ -114,6 +151,30 @@ class Recent:
                 raise ValueError(f"replica {number} is one more than the {REPLICAS_MAX} that can be followed")
             self.replicas[number] = Replica()
         return self.replicas[number]
+
+    def sampled(self, process: str, at_ns: int, size_bytes: int) -> None:
+        """The resident memory of a process."""
+        if size_bytes:
+            self.memory.setdefault(process, Samples()).add(at_ns, size_bytes)
+
+    def evidence(self, since_ns: int, now_ns: int) -> Evidence:
+        """All that has happened since then, as far as it is remembered."""
+        found = Evidence(
+            window_ns=now_ns - since_ns,
+            requests=[one for one in reversed(self._requests.values()) if one.finished_ns >= since_ns],
+            steps={(one.replica, one.step_id): one for one in self._steps if one.ended_ns >= since_ns},
+            memory={process: samples.since(since_ns) for process, samples in self.memory.items()},
+            starts=sum(start_ns >= since_ns for start_ns in self._starts_ns),
+        )
+        whole = [one for one in self._totals if one.first_ns >= since_ns]
+        for totals in whole:
+            found.totals.join(totals)
+        # Of the stretch in which the window begins only single steps can tell, while they are remembered.
+        first_ns = whole[0].first_ns if whole else now_ns
+        for step in found.steps.values():
+            if step.ended_ns < first_ns:
+                found.totals.add(step)
+        return found
 
     def find(self, request_id: str) -> RequestRecord | LiveRequest | None:
         """One request, in flight or finished."""

@@ -45,14 +45,18 @@ ENGINE_STATES = (
 """What a request may be doing while the engine has it: exactly one of these at any time."""
 
 GATEWAY_STATES = (
+    "auth",  # whose key it is
     "parse",  # read and validate the body
     "tokenize",  # chat template and tokenizer
+    "limit",  # charge the limits of its key, and settle them at its end
+    "route",  # choose a replica
     "dispatch",  # handed to the engine, which has not taken it yet: it takes messages between steps
     "lost",  # an engine had it that is gone, and its book with it
     "resume",  # waiting for another engine to take it up where it stood
     "upstream",  # an upstream has it, and we wait for what it says next; what it is doing, nobody can tell
     "deliver",  # the engine has finished, its last frame is on the way
-    "send",  # detokenize and write what is left
+    "detokenize",  # make text of what came last, and the answer of it
+    "send",  # write it
     "send_blocked",  # the client does not read
     "finalize",
 )
@@ -83,10 +87,19 @@ class KvBook(msgspec.Struct, frozen=True):
         known = self.free + self.cached_idle + self.filled + self.tail + self.lookahead + self.fenced
         return self.total - known
 
+    def reading(self) -> "KvReading":
+        """The book in three numbers."""
+        return KvReading(self.utilization, self.token_occupancy, self.internal_fragmentation)
+
+    @property
+    def available(self) -> int:
+        """Slots that a new request could have."""
+        return self.free + self.cached_idle
+
     @property
     def utilization(self) -> float:
         """Share of the pool that is not available to a new request, 0..1."""
-        return 1 - (self.free + self.cached_idle) / self.total if self.total else 0.0
+        return 1 - self.available / self.total if self.total else 0.0
 
     @property
     def token_occupancy(self) -> float:
@@ -98,6 +111,23 @@ class KvBook(msgspec.Struct, frozen=True):
         """Share of the started blocks that is unfilled, 0..1."""
         used = self.filled + self.tail
         return self.tail / used if used else 0.0
+
+
+class KvReading(msgspec.Struct, frozen=True):
+    """How full the pool was when a request met it: shares, 0..1."""
+
+    utilization: float
+    token_occupancy: float
+    internal_fragmentation: float
+
+
+class MemoryReading(msgspec.Struct, frozen=True):
+    """Memory of a process below its pools, in bytes; sampled, never by the token.  0: the system does not say."""
+
+    resident_bytes: int = 0
+    private_bytes: int = 0  # of those, what no other process shares
+    heap_used_bytes: int = 0  # what the C library has handed out, large blocks included
+    heap_free_bytes: int = 0  # what it keeps, in pieces between those
 
 
 EXCHANGES = (
@@ -176,8 +206,17 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_block_ns: int = 0  # blocks held x time held
     interconnect_wait_ns: int = 0  # of the steps that it was in: for ranks that were late
     interconnect_transfer_ns: int = 0
+    interconnect_wait_max_ns: int = 0  # in one step
     first_token_ns: int = 0  # from accepted_ns to the first output token; 0: there was none
+    first_token_states: dict[str, int] = {}  # where that went: as `states`, they sum to it
     gap_max_ns: int = 0  # longest time between two output tokens
+    gap_states: dict[str, int] = {}  # where that went; they sum to it
+    gap_step: int = -1  # the step that ended it
+    engine_ns: int = 0  # its share, by rows, of the steps that it was in: what it cost
+    stalled_for: dict[str, int] = {}  # requests that were served instead, by their share of the rows; "": further ones
+    kv_at_admission: KvReading | None = None  # as it was let in for the first time
+    kv_worst: KvReading | None = None  # at the highest utilization
+    kv_at_end: KvReading | None = None
     degenerate: str = ""  # of DEGENERATE_KINDS: why it failed
     # The gateway's own facts.
     model: str = ""
@@ -194,10 +233,28 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     charged_micros: int = 0  # what they cost, in millionths of the currency of the prices
     upstream: str = ""  # who answered, where that was no engine of ours; its KV, steps and phases are not known
     usage_estimated: bool = False  # the upstream has not said how many tokens there were
+    repeated_tokens: int = 0  # of its prompt, as many as a prompt before it began with: what a prefix cache could find
+    gc_pause_ns: int = 0  # of the gateway, while it was here: overlaps with its states
+    loop_lag_ns: int = 0  # by how much the gateway's event loop woke up late, while it was here: overlaps, too
+    starved_ns: int = 0  # in which threads of the gateway could run and had no processor: overlaps, too
 
     def imbalance(self) -> int:
         """Nanoseconds of the request's life that no state accounts for."""
         return self.finished_ns - self.accepted_ns - sum(self.states.values())
+
+    def part_imbalance(self) -> int:
+        """The same of the time to its first token, and of its longest gap."""
+        first_ns = self.first_token_ns - sum(self.first_token_states.values())
+        return first_ns or self.gap_max_ns - sum(self.gap_states.values())
+
+
+NAME_SEPARATOR = "#"
+"""What follows it in an engine's name of a sequence is the engine's business: each choice and each life has its own."""
+
+
+def request_of(name: str) -> str:
+    """The request whose sequence an engine calls so."""
+    return name.partition(NAME_SEPARATOR)[0]
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,6 +282,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     draft_rejected_tokens: int = 0
     draft_rejected_ns: int = 0  # of `compute`: what, by the engine's model of its costs, the rejected rows have added
     interconnect: InterconnectBook = InterconnectBook()
+    slices: tuple[tuple[int, int], ...] = ()  # who was served: the engine's number of the sequence, and its rows
+    requests: dict[int, str] = {}  # request ids of those that are served for the first time
+    served_ns: int = 0  # of the step, what is shared out among those: from the plan to the commit
+    waits: dict[str, int] = {}  # waiting sequences, after the step, by their state
+    gc_pause_ns: int = 0  # garbage collection of the engine: overlaps with the parts
+    starved_ns: int = 0  # time in which threads of the engine could run and had no processor: overlaps, too
+    memory: MemoryReading | None = None  # now and then
     kv: KvBook = KvBook()
     finished: tuple[RequestRecord, ...] = ()
 

@@ -20,14 +20,15 @@ def request_json(request: RequestRecord | LiveRequest, now_ns: int) -> JsonObjec
 
 _ENGINES_OWN = (
     "computed_tokens", "recomputed_tokens", "drafted_tokens", "draft_accepted_tokens", "draft_rejected_tokens",
-    "preemptions", "resumes", "steps", "kv_block_ns", "interconnect_wait_ns", "interconnect_transfer_ns", "degenerate",
-    "replica", "routing", "promised_tokens",
+    "preemptions", "resumes", "steps", "kv_block_ns", "interconnect_wait_ns", "interconnect_transfer_ns",
+    "interconnect_wait_max_ns", "engine_ns", "stalled_for", "gap_step", "kv_at_admission", "kv_worst", "kv_at_end",
+    "degenerate", "replica", "routing", "promised_tokens",
 )  # fmt: skip
 """What an upstream does not tell: left out, since 0 would be an invention."""
 
 
 def _record_json(record: RequestRecord) -> JsonObject:
-    fields: JsonObject = msgspec.structs.asdict(record)
+    fields: JsonObject = msgspec.to_builtins(record)
     for name in _ENGINES_OWN if record.upstream else ("upstream", "usage_estimated"):
         del fields[name]
     fields["e2e_ns"] = record.finished_ns - record.accepted_ns
@@ -62,17 +63,17 @@ def _live_json(live: LiveRequest, now_ns: int) -> JsonObject:
 
 def step_json(step: StepRecord) -> JsonObject:
     """One step, its finished requests left out."""
-    fields: JsonObject = msgspec.structs.asdict(step)
+    fields: JsonObject = msgspec.to_builtins(step, str_keys=True)
     del fields["finished"]
-    fields["kv"] = msgspec.structs.asdict(step.kv)
     fields["imbalance_ns"] = step.imbalance()
-    interconnect: JsonObject = msgspec.structs.asdict(step.interconnect)
+    interconnect: JsonObject = msgspec.to_builtins(step.interconnect)
     interconnect["exchanges"] = {
         name: msgspec.structs.asdict(one)
         | {"bytes_per_s": one.bytes * NS_PER_S / one.transfer_ns if one.transfer_ns else 0.0}
         for name, one in step.interconnect.exchanges.items()
     }
     interconnect["rank_wait_ns"] = list(step.interconnect.rank_wait_ns)
+    fields["slices"] = [list(piece) for piece in step.slices]
     fields["interconnect"] = interconnect
     return fields
 

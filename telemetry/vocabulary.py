@@ -38,6 +38,8 @@ ROUTES = (
     "/debug/requests",
     "/debug/requests/{id}",
     "/debug/steps",
+    "/debug/why/{id}",
+    "/debug/doctor",
     "/debug/kv",
     "/debug/live",
     "/",
@@ -53,6 +55,8 @@ OBSERVING_ROUTES = (
     "/debug/requests",
     "/debug/requests/{id}",
     "/debug/steps",
+    "/debug/why/{id}",
+    "/debug/doctor",
     "/debug/kv",
     "/debug/live",
     "/",
@@ -93,6 +97,9 @@ OUTCOMES = (
     "error",
     OTHER,
 )
+TIME_TO_FIRST_TOKEN_S = 2.0
+TIME_PER_OUTPUT_TOKEN_S = 0.2
+"""What is promised to those who ask.  Bounds of the buckets, so that no share of them is interpolated."""
 FINISHED_OUTCOMES = ("stop", "length")
 """The outcomes of a request that got all that it asked for."""
 FAULTS = (
@@ -100,13 +107,11 @@ FAULTS = (
     "limits_unavailable", "engine_lost", "upstream_failed", "error",
 )  # fmt: skip
 """The outcomes that are our fault, also where the status had been sent before; with a 4xx a timeout is the client's."""
-STATES = GATEWAY_STATES[:3] + ENGINE_STATES + GATEWAY_STATES[3:]
+_BEFORE_ENGINE = GATEWAY_STATES.index("dispatch") + 1
+STATES = GATEWAY_STATES[:_BEFORE_ENGINE] + ENGINE_STATES + GATEWAY_STATES[_BEFORE_ENGINE:]
 """All states in the order in which a life passes them."""
 UPSTREAM_RESULTS = ("complete", "refused", "rate_limited", "failed", "abandoned")
 """What comes of a request to an upstream; refused: it was the client's fault; abandoned: the client left, or we did."""
-TIME_TO_FIRST_TOKEN_S = 2.0
-TIME_PER_OUTPUT_TOKEN_S = 0.2
-"""What is promised (`dashboards.objectives`).  Bounds of the buckets, so that no share of them is interpolated."""
 KV_PLACES = ("free", "cached_idle", "filled", "tail", "lookahead", "fenced")
 ROUTINGS = ("only", "turn", "least", "cached", "relief", "key", "first_block", "two_choices")
 """Why a request went to its replica: gateway.balance."""

@@ -2,11 +2,13 @@
 The gateway's half of the latency book closes, with any engine book and without one.
 """
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.book import Book
+from gateway.book import Book, Told
+from gateway.calls import Life
 from telemetry.records import RequestRecord
 
 
@@ -24,7 +26,7 @@ def test_one_clock_gives_every_state_its_own_time() -> None:
     book.wrote(530, 560, blocked=False)
     book.wrote(560, 660, blocked=True)
     book.enter("finalize", 660)
-    states = book.close(700, engine_book(160, 500, decode_ns=240), accepted_ns=170, one_clock=True)
+    states = book.close(700, Told(engine_book(160, 500, decode_ns=240), 170, True, ()))
     assert states == {
         "parse": 10,
         "tokenize": 20,
@@ -32,7 +34,8 @@ def test_one_clock_gives_every_state_its_own_time() -> None:
         "prefill": 100,
         "decode": 240,
         "deliver": 20,
-        "send": 40,
+        "detokenize": 10,
+        "send": 30,
         "send_blocked": 100,
         "finalize": 40,
     }
@@ -44,28 +47,28 @@ def test_a_write_that_was_blocked_when_the_engine_finished_counts_from_then_on()
     book.dispatched(0)
     book.engine_done(50)
     book.wrote(20, 90, blocked=True)
-    assert book.close(90, engine_book(10, 40, decode_ns=5), accepted_ns=12, one_clock=True)["send_blocked"] == 40
+    assert book.close(90, Told(engine_book(10, 40, decode_ns=5), 12, True, ()))["send_blocked"] == 40
 
 
 def test_other_clocks_lend_their_durations_only() -> None:
     book = Book(0)
     book.dispatched(10)
     book.engine_done(110)
-    states = book.close(120, engine_book(10_000, 10_060, decode_ns=20), accepted_ns=15, one_clock=False)
-    assert states == {"parse": 10, "dispatch": 40, "prefill": 40, "decode": 20, "send": 10}
+    states = book.close(120, Told(engine_book(10_000, 10_060, decode_ns=20), 15, False, ()))
+    assert states == {"parse": 10, "dispatch": 40, "prefill": 40, "decode": 20, "detokenize": 10}
 
 
 def test_without_an_engine_book_the_time_is_dispatch_and_deliver() -> None:
     book = Book(0)
     book.dispatched(10)
-    assert book.close(100, None, accepted_ns=30, one_clock=True) == {"parse": 10, "dispatch": 20, "deliver": 70}
+    assert book.close(100, Told(None, 30, True, ())) == {"parse": 10, "dispatch": 20, "deliver": 70}
 
 
 def test_a_request_that_never_left_has_only_gateway_states() -> None:
     book = Book(0)
     book.wrote(10, 15, blocked=False)
     book.enter("finalize", 15)
-    assert book.close(20, None, accepted_ns=0, one_clock=True) == {"parse": 10, "send": 5, "finalize": 5}
+    assert book.close(20, Told(None, 0, True, ())) == {"parse": 10, "send": 5, "finalize": 5}
 
 
 _gap = st.integers(0, 50)
@@ -93,7 +96,7 @@ def test_it_always_sums(
     book.wrote(times[4], times[5], blocked=not blocked)
     book.enter("finalize", times[6])
     record = engine_book(min(engine), max(engine), decode_ns=0) if engine else None
-    states = book.close(times[7], record, accepted_ns=times[2], one_clock=one_clock)
+    states = book.close(times[7], Told(record, times[2], one_clock, ()))
     assert sum(states.values()) == times[7]
     assert all(spent_ns >= 0 for spent_ns in states.values())
 
@@ -103,7 +106,7 @@ def test_an_engine_book_that_does_not_close_is_left_out() -> None:
     book.dispatched(10)
     book.engine_done(90)
     broken = RequestRecord(request_id="r", accepted_ns=20, finished_ns=80, states={"decode": 1})
-    states = book.close(100, broken, accepted_ns=30, one_clock=True)
+    states = book.close(100, Told(broken, 30, True, ()))
     assert sum(states.values()) == 100
     assert "decode" not in states
 
@@ -113,4 +116,31 @@ def test_any_stamp_of_acceptance_is_survived(accepted_ns: int) -> None:
     book = Book(0)
     book.dispatched(10)
     book.engine_done(90)
-    assert sum(book.close(100, None, accepted_ns=accepted_ns, one_clock=True).values()) == 100
+    assert sum(book.close(100, Told(None, accepted_ns, True, ())).values()) == 100
+
+
+@given(
+    gaps=st.lists(_gap, min_size=9, max_size=9),
+    engine=st.tuples(st.integers(0, 400), st.integers(0, 400)) | st.none(),
+    one_clock=st.booleans(),
+    lives=st.integers(0, 2),
+    first=st.integers(2, 8),
+)
+def test_the_way_to_the_first_token_sums_too(
+    gaps: list[int], engine: tuple[int, int] | None, one_clock: bool, lives: int, first: int
+) -> None:
+    """In whatever life it came, and whatever is known of that life."""
+    times = [sum(gaps[: index + 1]) for index in range(len(gaps))]
+    book = Book(0)
+    book.enter("tokenize", times[0])
+    book.dispatched(times[1])
+    lost = tuple(Life(times[1 + life], times[2 + life], times[3 + life], True) for life in range(lives))
+    record = engine_book(min(engine), max(engine), decode_ns=0) if engine else None
+    if record is not None and record.finished_ns > record.accepted_ns:
+        first_ns = record.finished_ns - record.accepted_ns
+        record = msgspec.structs.replace(record, first_token_ns=first_ns, first_token_states={"prefill": first_ns})
+    told = Told(record, times[6], one_clock, lost)
+    states = book.until_first_token(times[first], told)
+    assert sum(states.values()) == times[first]
+    assert all(spent_ns >= 0 for spent_ns in states.values())
+    assert sum(book.close(times[8], told).values()) == times[8]

@@ -40,7 +40,7 @@ class TestEngineTrouble:
         assert answer.headers["retry-after"] == "1"
         record = gateway.record(answer.headers["x-request-id"])
         assert record.outcome == "no_healthy_engine"
-        assert set(record.states) <= {"parse", "tokenize", "send", "finalize"}
+        assert set(record.states) <= {"auth", "parse", "tokenize", "send", "finalize"}
         ready = gateway.client.get("/ready")
         assert (ready.status_code, ready.json()["status"]) == (503, "not ready")
         assert "not connected" in ready.json()["reason"]

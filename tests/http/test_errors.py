@@ -46,7 +46,7 @@ class TestBodies:
         error_of(answer, 400, "invalid_request_error", "invalid_value", "temperature")
         record = shell.record(answer.headers["x-request-id"])
         assert (record.outcome, record.status) == ("invalid", 400)
-        assert set(record.states) <= {"parse", "send", "finalize"}
+        assert set(record.states) <= {"auth", "parse", "send", "finalize"}
 
     @pytest.mark.parametrize("path", [URL, "/v1/completions", "/tokenize", "/detokenize"])
     @pytest.mark.parametrize("body", [b"{", b"\xff", b'"\\ud800"', b"[" * 70_000, b"", b'{"a": NaN}', b"[1]"])

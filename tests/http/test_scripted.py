@@ -230,7 +230,9 @@ _NOT_SUMMED = {
     "accepted_ns", "finished_ns", "first_token_ns", "gap_max_ns",  # times, of the gateway's own clock
     "prompt_tokens", "cached_tokens", "computed_tokens", "output_tokens",  # the bill, which other tests compare
     "resumes", "status", "choices", "replica", "reserved_tokens", "charged_tokens", "charged_micros",  # its own facts
+    "gc_pause_ns", "loop_lag_ns", "starved_ns", "repeated_tokens",
 }  # fmt: skip
+_OF_ONE = {"interconnect_wait_max_ns", "gap_step"}
 
 
 def test_what_the_engine_has_counted_for_each_choice_is_in_the_record(custom: Custom) -> None:
@@ -247,6 +249,22 @@ def test_what_the_engine_has_counted_for_each_choice_is_in_the_record(custom: Cu
     gateway, engine = custom()
     engine.behaviour = behave
     record = gateway.record(post(gateway, chat(n=2))["id"])
-    assert {name: getattr(record, name) for name in spent} == {name: 2 * value for name, value in spent.items()}
+    expected = {name: value if name in _OF_ONE else 2 * value for name, value in spent.items()}
+    assert {name: getattr(record, name) for name in spent} == expected
     shown = gateway.client.get(f"/debug/requests/{record.request_id}").json()
-    assert {name: shown[name] for name in spent} == {name: 2 * value for name, value in spent.items()}
+    assert {name: shown[name] for name in spent} == expected
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_may_ask_for_its_own_record(fake: Pair, streamed: bool) -> None:
+    """Up to the moment in which the answer was made: what is left is to write it."""
+    gateway, _ = fake
+    body = chat(include_metrics=True)
+    metrics = stream(gateway, body)[0][-1]["metrics"] if streamed else post(gateway, body)["metrics"]
+    record = gateway.record(metrics["request_id"])
+    assert sum(metrics["states"].values()) == metrics["e2e_ns"] <= record.finished_ns - record.accepted_ns
+    assert metrics["outcome"] == record.outcome and metrics["output_tokens"] == record.output_tokens
+    for state, spent_ns in metrics["states"].items():
+        assert spent_ns <= record.states[state]
+    assert sum(metrics["first_token_states"].values()) == metrics["first_token_ns"] == record.first_token_ns
+    assert "metrics" not in post(gateway, chat())

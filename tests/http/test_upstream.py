@@ -180,7 +180,7 @@ class TestTheWayBack:
         assert (record.outcome, record.status, record.upstream, record.model) == ("stop", 200, "up0", "remote")
         assert (record.prompt_tokens, record.cached_tokens, record.output_tokens) == (21, 16, 3)
         assert {"parse", "dispatch", "upstream"} <= set(record.states) <= {
-            "parse", "dispatch", "upstream", "send", "send_blocked", "finalize",
+            "auth", "parse", "limit", "route", "dispatch", "upstream", "send", "send_blocked", "finalize",
         }  # fmt: skip
         assert record.first_token_ns == record.gap_max_ns == record.computed_tokens == record.kv_block_ns == 0
         assert list(request_mismatches(record)) == []

@@ -28,7 +28,7 @@ from tests.sim.sights import check_sight
 
 STEPS_MAX = 20_000
 STEP_NS_MAX = 5_000_000
-TOTALS = ("prefill", "recompute", "cached", "emitted", "block_ns", "drafted", "accepted", "decode")
+TOTALS = ("prefill", "recompute", "cached", "emitted", "block_ns", "served_ns", "drafted", "accepted", "decode")
 
 
 class FailingPool(BlockPool):
@@ -229,6 +229,8 @@ class Simulation:
         totals["recompute"] += outcome.recompute_tokens
         totals["cached"] += outcome.cached_tokens
         totals["emitted"] += outcome.emitted_tokens
+        totals["served_ns"] += outcome.served_ns
+        assert sum(outcome.waits.values()) == len(self.scheduler.waiting)
         assert outcome.kv.imbalance() == 0
         everybody = [*self.scheduler.running, *self.scheduler.waiting]
         assert outcome.load.owed_tokens == sum(len(one.tokens) - one.computed for one in everybody)
@@ -316,6 +318,7 @@ class Simulation:
         assert sum(record.draft_accepted_tokens for record in records) == self.totals["accepted"]
         assert all(one.drafted_tokens == one.draft_accepted_tokens + one.draft_rejected_tokens for one in records)
         assert sum(record.kv_block_ns for record in records) == self.totals["block_ns"]
+        assert sum(record.engine_ns for record in records) == self.totals["served_ns"]
         assert all(record.preemptions <= self.config.preemptions_max for record in records)
         book = self.scheduler.pool.book()
         assert book.free + book.cached_idle == book.total, "blocks are held for nobody"
@@ -324,7 +327,9 @@ class Simulation:
     def _reckon_one(self, number: int, client: Client) -> None:
         request, record, finish = client.request, client.record, client.finish
         assert record is not None and finish is not None, f"{request.request_id} was left without an answer"
-        assert record.imbalance() == 0
+        assert record.imbalance() == 0 and record.part_imbalance() == 0
+        assert sum(record.stalled_for.values()) == record.states.get("stalled", 0)
+        assert record.request_id not in record.stalled_for, "it stalled for itself"
         assert record.accepted_ns == client.born_ns
         assert record.outcome == finish.reason
         assert record.output_tokens == len(client.tokens) == finish.usage.output_tokens

@@ -84,9 +84,21 @@ TABLE = (
         ("litestar", *STORES),
     ),
     Row(
+        "diagnosis",
+        ("diagnosis",),
+        ("diagnosis", "telemetry.records", "telemetry.totals", "telemetry.evidence"),
+        (*IO, *STORES, "torch", "litestar", "opentelemetry", "prometheus_client"),
+    ),
+    Row(
+        "diagnosis shell",
+        ("diagnosis.command", "diagnosis.sources"),
+        ("diagnosis", "telemetry", "launch.errors"),
+        ("torch", "litestar", "opentelemetry", *STORES),
+    ),
+    Row(
         "gateway",
         ("gateway",),
-        ("gateway", "engine.api", "engine.handshake", "cache", "telemetry"),
+        ("gateway", "engine.api", "engine.handshake", "cache", "telemetry", "diagnosis"),
         ("torch", "transformers"),
     ),
     Row(

@@ -7,11 +7,14 @@ from hypothesis import strategies as st
 
 from telemetry.records import (
     COMPUTE_PARTS,
+    ENGINE_STATES,
     EXCHANGES,
     STEP_PARTS,
     Exchange,
     InterconnectBook,
     KvBook,
+    KvReading,
+    MemoryReading,
     RequestRecord,
     StepRecord,
 )
@@ -22,6 +25,7 @@ MODEL = "tiny"
 UPSTREAM = "far"
 counts = st.integers(0, 5000)
 spans_ns = st.integers(0, 200_000_000_000)
+kv_readings = st.builds(KvReading, *(st.floats(0, 1) for _ in range(3)))
 
 
 @st.composite
@@ -36,6 +40,8 @@ def request_records(draw: st.DrawFn) -> RequestRecord:
     output = draw(counts)
     used = computed + cached + cut_short + output
     reserved = draw(st.integers(1, 5000)) if draw(st.booleans()) else 0
+    first_token_states = {state: draw(st.integers(0, spent_ns)) for state, spent_ns in states.items()}
+    gap_states = draw(st.dictionaries(st.sampled_from(STATES), spans_ns, max_size=3))
     charged = used if outcome in FINISHED_OUTCOMES else draw(st.integers(0, used))
     record = RequestRecord(
         request_id=draw(st.uuids()).hex,
@@ -57,8 +63,19 @@ def request_records(draw: st.DrawFn) -> RequestRecord:
         kv_block_ns=draw(spans_ns),
         interconnect_wait_ns=draw(spans_ns),
         interconnect_transfer_ns=draw(spans_ns),
-        first_token_ns=draw(st.integers(0, finished_ns - accepted_ns)),
-        gap_max_ns=draw(spans_ns),
+        interconnect_wait_max_ns=draw(spans_ns),
+        first_token_ns=sum(first_token_states.values()),
+        first_token_states=first_token_states,
+        gap_max_ns=sum(gap_states.values()),
+        gap_states=gap_states,
+        gap_step=draw(counts),
+        engine_ns=draw(spans_ns),
+        stalled_for={"other": states["stalled"]} if states.get("stalled") else {},
+        kv_at_admission=draw(st.none() | kv_readings),
+        kv_worst=draw(st.none() | kv_readings),
+        kv_at_end=draw(st.none() | kv_readings),
+        gc_pause_ns=draw(spans_ns),
+        loop_lag_ns=draw(spans_ns),
         model=MODEL,
         route=draw(st.sampled_from(ROUTES)),
         status=draw(st.sampled_from((200, 400, 404, 429, 499, 500, 503))),
@@ -79,9 +96,11 @@ def _of_upstream(record: RequestRecord, *, estimated: bool) -> RequestRecord:
     unknown = (
         *("computed_tokens", "recomputed_tokens", "drafted_tokens", "draft_accepted_tokens", "draft_rejected_tokens"),
         *("preemptions", "resumes", "steps", "kv_block_ns", "interconnect_wait_ns", "interconnect_transfer_ns"),
+        *("interconnect_wait_max_ns", "engine_ns"),
     )
     cached = 0 if estimated else record.cached_tokens
     placed = {"replica": -1, "routing": "", "promised_tokens": None}
+    placed |= {"kv_at_admission": None, "kv_worst": None, "kv_at_end": None, "gap_step": -1}
     known = {"upstream": UPSTREAM, "usage_estimated": estimated, "cached_tokens": cached, **placed}
     return msgspec.structs.replace(record, **dict.fromkeys(unknown, 0), **known)
 
@@ -146,6 +165,13 @@ def step_records(draw: st.DrawFn) -> StepRecord:
         draft_rejected_tokens=rejected,
         draft_rejected_ns=draw(spans_ns),
         interconnect=interconnect,
+        slices=tuple(draw(st.lists(st.tuples(counts, counts), max_size=4))),
+        requests=draw(st.dictionaries(counts, st.sampled_from(("a", "b")), max_size=2)),
+        served_ns=draw(spans_ns),
+        waits=draw(st.dictionaries(st.sampled_from(ENGINE_STATES), counts, max_size=3)),
+        gc_pause_ns=draw(spans_ns),
+        starved_ns=draw(spans_ns),
+        memory=draw(st.none() | st.builds(MemoryReading, counts, counts, counts, counts)),
         kv=draw(kv_books()),
     )
 

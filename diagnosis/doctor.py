@@ -1,0 +1,215 @@
+"""
+What is the matter with a system: which cause carries its slow requests.
+
+For each quantity (time to the first token, longest gap, whole time) the slowest requests are taken apart: all beyond
+p99, and all beyond p99.9.  A cause is reported that carries a good part of one of them, and enough time to be felt.
+Growing memory is no part of any request: it is judged by its slope.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import ceil
+
+import msgspec
+
+from diagnosis.causes import BY_NAME
+from diagnosis.slope import slope
+from diagnosis.split import Shares, Split, split
+from diagnosis.why import duration, shares_of
+from telemetry.evidence import Evidence, Memory
+from telemetry.records import RequestRecord
+
+EvidenceValue = int | float | str
+CARRIES = 0.2
+"""Of a quantity of the slowest, what a cause must carry to be reported."""
+FELT_NS = 20_000_000
+"""And so long it must be, of one request."""
+CROWD_NS = 150_000_000
+"""The same for what others' work does: where several are served, some of that is as it should be."""
+CROWD = ("neighbours", "concurrency", "step_tokens", "cpu_starvation")
+GROWTH_BYTES_PER_S_MIN = 300_000.0
+LASTS_S = 86_400.0
+"""Memory that would last for longer than that is not reported."""
+
+
+class Quantity(msgspec.Struct, frozen=True):
+    """One that people feel."""
+
+    name: str
+    title: str
+    amount: Callable[[RequestRecord], int]
+    states: Callable[[RequestRecord], Mapping[str, int]]
+
+
+QUANTITIES = (
+    Quantity("ttft", "time to the first token", lambda one: one.first_token_ns, lambda one: one.first_token_states),
+    Quantity("gap", "longest gap between tokens", lambda one: one.gap_max_ns, lambda one: one.gap_states),
+    Quantity("e2e", "whole time", lambda one: one.finished_ns - one.accepted_ns, lambda one: one.states),
+)
+TAILS = {"p99": 0.99, "p99.9": 0.999}
+
+
+class Tail(msgspec.Struct, frozen=True):
+    """The slowest requests by one quantity."""
+
+    quantile_ns: int
+    requests: tuple[str, ...]
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """One cause, as the doctor reports it."""
+
+    cause: str
+    title: str
+    share: float  # the most that it carries of any of the quantities
+    quantities: dict[str, float]  # its share of each
+    words: str
+    evidence: dict[str, EvidenceValue]
+    change: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What the doctor says of a stretch of time; no findings: all is well."""
+
+    window_s: float
+    requests: int
+    steps: int
+    tails: dict[str, Tail]
+    findings: tuple[Diagnosis, ...]
+
+
+def examine(evidence: Evidence) -> Report:
+    """Look at all of it; the first finding carries most."""
+    carried: dict[str, dict[str, float]] = {}
+    felt: dict[str, int] = {}
+    tails: dict[str, Tail] = {}
+    for quantity in QUANTITIES:
+        measured = [one for one in evidence.requests if quantity.amount(one) > 0 and one.route and not _left(one)]
+        measured.sort(key=quantity.amount, reverse=True)
+        for tail, quantile in TAILS.items():
+            slowest = measured[: max(1, len(measured) - ceil(quantile * len(measured)) + 1)] if measured else []
+            if not slowest:
+                continue
+            name = f"{quantity.name}_{tail}"
+            tails[name] = Tail(quantity.amount(slowest[-1]), tuple(one.request_id for one in slowest[:5]))
+            parts = _joined(_taken_apart(one, quantity, evidence) for one in slowest)
+            whole = max(1, sum(parts.values()))
+            for cause, spent_ns in parts.items():
+                if spent_ns >= CARRIES * whole and spent_ns / len(slowest) >= _least(cause):
+                    carried.setdefault(cause, {})[name] = spent_ns / whole
+                    felt[cause] = max(felt.get(cause, 0), spent_ns // len(slowest))
+    faults = [name for name in carried if not BY_NAME[name].ordinary]
+    found = [_diagnosis(name, carried[name], felt[name], evidence) for name in faults]
+    found += _memory(evidence)
+    return Report(
+        window_s=evidence.window_ns / 1e9,
+        requests=len(evidence.requests),
+        steps=evidence.totals.steps,
+        tails=tails,
+        findings=tuple(sorted(found, key=lambda one: -one.share)),
+    )
+
+
+def _left(record: RequestRecord) -> bool:
+    """Who was refused has no time worth a word."""
+    return 400 <= record.status < 499
+
+
+def _least(cause: str) -> int:
+    return CROWD_NS if cause in CROWD else FELT_NS
+
+
+def _taken_apart(record: RequestRecord, quantity: Quantity, evidence: Evidence) -> Split:
+    shares = Shares.over(evidence.totals, evidence.facts)
+    if quantity.name == "gap":
+        step = evidence.steps.get((record.replica, record.gap_step))
+        shares = shares_of([step], evidence) if step is not None else shares
+    return split(quantity.states(record), record, shares, evidence)
+
+
+def _joined(splits: Iterable[Split]) -> Split:
+    whole: Split = {}
+    for one in splits:
+        for cause, spent_ns in one.items():
+            whole[cause] = whole.get(cause, 0) + spent_ns
+    return whole
+
+
+def _diagnosis(name: str, carried: dict[str, float], felt_ns: int, evidence: Evidence) -> Diagnosis:
+    cause = BY_NAME[name]
+    where, share = max(carried.items(), key=lambda one: one[1])
+    about = "about " if cause.estimated else ""
+    return Diagnosis(
+        cause=name,
+        title=cause.title,
+        share=share,
+        quantities=carried,
+        words=f"{about}{share:.0%} of the {where.replace('_', ' ')}, {duration(felt_ns)} of a request: {cause.words}",
+        evidence=_numbers(name, evidence),
+        change=cause.change(evidence),
+    )
+
+
+def _numbers(name: str, evidence: Evidence) -> dict[str, EvidenceValue]:
+    """What can be looked up elsewhere."""
+    totals = evidence.totals
+    steps, busy_ns = max(1, totals.steps), max(1, totals.busy_ns)
+    known: dict[str, dict[str, EvidenceValue]] = {
+        "concurrency": {"waiting": totals.waiting / steps, "running": totals.running / steps},
+        "kv_starvation": {
+            "preemptions": totals.preemptions,
+            "recomputed_tokens": totals.recompute_tokens,
+            "utilization_while_waiting": totals.kv_wait_utilization / max(1, totals.kv_waits),
+        },
+        "fragmentation": {"unfilled_while_waiting": totals.kv_wait_fragmentation / max(1, totals.kv_waits)},
+        "prefix_lost": {"evictions": totals.evictions, **_repeats(evidence)},
+        "prefix_off": _repeats(evidence),
+        "cold_start": {"engine_starts": evidence.starts, **_repeats(evidence)},
+        "speculation": {"drafted_tokens": totals.drafted_tokens, "rejected_tokens": totals.draft_rejected_tokens},
+        "step_tokens": {"step_tokens_max": totals.tokens_max, "fixed_share_of_a_step": totals.fixed_share()},
+        "dequantize": {"weights": evidence.facts.weights, "why": evidence.facts.why_torch},
+        "straggler": {f"rank_{rank}_late_ns": late_ns for rank, late_ns in sorted(totals.late_ranks.items())},
+        "interconnect": {"transfer_share": totals.parts.get("interconnect_transfer", 0) / busy_ns},
+        "garbage_collection": {"engine_pause_share": totals.gc_pause_ns / busy_ns},
+        "cpu_starvation": {"engine_starved_ns_per_busy_ns": totals.starved_ns / busy_ns},
+        "neighbours": {"prompt_rows_share": totals.prefill_tokens / max(1, totals.tokens)},
+    }
+    return known.get(name, {})
+
+
+def _repeats(evidence: Evidence) -> dict[str, EvidenceValue]:
+    return {
+        "repeated_tokens": sum(one.repeated_tokens for one in evidence.requests),
+        "cached_tokens": sum(one.cached_tokens for one in evidence.requests),
+    }
+
+
+def _memory(evidence: Evidence) -> Sequence[Diagnosis]:
+    """A process whose memory surely grows, the worst."""
+    grows = sorted(_growth(evidence.memory), reverse=True)
+    if not grows:
+        return ()
+    least, most, process, bytes_now = grows[0]
+    cause = BY_NAME["memory_growth"]
+    return [
+        Diagnosis(
+            cause=cause.name,
+            title=cause.title,
+            share=CARRIES,
+            quantities={},
+            words=f"{process} takes {least / 1e6:.2f} to {most / 1e6:.2f} MB more each second (95 %): {cause.words}",
+            evidence={
+                "process": process,
+                "resident_bytes": bytes_now,
+                "bytes_per_s_least": least,
+                "bytes_per_s_most": most,
+            },
+            change=cause.change(evidence),
+        )
+    ]
+
+
+def _growth(memory: Memory) -> Iterable[tuple[float, float, str, int]]:
+    for process, samples in memory.items():
+        interval = slope([(at_ns / 1e9, float(size)) for at_ns, size in samples])
+        if interval is not None and interval[0] >= GROWTH_BYTES_PER_S_MIN:
+            yield *interval, process, samples[-1][1]

@@ -1,0 +1,165 @@
+"""
+A quantity of one request, split into causes: whole nanoseconds that sum to it.
+
+What is stamped as a state of its own (waiting for KV, for Redis, for the client) is taken as it is.  The time of steps
+is shared out by what the steps were spent on (`Shares`): an estimate.  What overlaps with states (garbage collection,
+a late event loop, threads without a processor) is taken out of the states of its process.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from telemetry.evidence import Evidence, Facts
+from telemetry.records import RequestRecord
+from telemetry.totals import StepTotals
+
+Split = dict[str, int]
+"""Nanoseconds by cause."""
+
+_REDIS = ("auth", "limit", "route")
+_GATEWAY = ("parse", "tokenize", "deliver", "detokenize", "send", "finalize")
+_KV = ("queue_kv_full", "preempted", "recompute")
+_PLACES = ("queue_batch_full", "queue_fairness")
+_STEPS = ("dispatch", "prefill", "decode", "stalled")
+"""The states in which the engine computes, for it or for others."""
+_STAMPED = {"send_blocked": "client", "lost": "cold_start", "resume": "cold_start", "upstream": "upstream"}
+
+FRAGMENTED = 0.3
+"""Above this share of unfilled slots, while somebody waits for KV, that is what is to be said of it."""
+REPEATED_TOKENS_MIN = 32
+FULL_STEPS = 0.4
+"""Of all rows those in steps that had as many as any: from here on the window decides, and not the load."""
+FLOAT_WASTE = 0.5
+"""Of products with weights of 16 bits, what those of 8 save where reading them is what takes the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Of the busy time of steps, the share of each cause; what is left is computing."""
+
+    of: Mapping[str, float] = field(default_factory=dict)
+    fixed: float = 0.0
+    """Of a full step, what it costs whatever its rows are; 0 where the window does not decide."""
+    prompts: float = 0.0
+    """Of the rows, those of prompts."""
+
+    @staticmethod
+    def over(totals: StepTotals, facts: Facts, line: StepTotals | None = None) -> "Shares":
+        """
+        Over some steps.
+
+        Args:
+            totals: theirs.
+            facts: of the system.
+            line: more steps, if these are too few to tell what is fixed.
+        """
+        busy_ns = totals.busy_ns
+        if busy_ns <= 0:
+            return Shares()
+        late = sorted(totals.late_ranks.values())
+        spent = {
+            "garbage_collection": float(totals.gc_pause_ns),
+            "cpu_starvation": totals.starved_ns / max(1, facts.threads * facts.ranks),
+            # Ranks that are late in turns disturb each other; one that is late all the time is a straggler.
+            "straggler": float(late[-1] - sum(late[:-1])) if late else 0.0,
+            "interconnect": float(totals.parts.get("interconnect_transfer", 0)),
+            "speculation": totals.draft_rejected_ns + _wrong(totals) * totals.parts.get("draft", 0),
+            "dequantize": FLOAT_WASTE * totals.parts.get("compute", 0) if facts.why_torch else 0.0,
+        }
+        shares: dict[str, float] = {}
+        left = 1.0
+        for name, amount_ns in spent.items():
+            shares[name] = min(left, max(0.0, amount_ns / busy_ns))
+            left -= shares[name]
+        whole = line or totals
+        full = totals.tokens and totals.full_tokens / totals.tokens > FULL_STEPS
+        fixed = whole.fixed_share() if full and totals.prefill_tokens else 0.0
+        return Shares(shares, fixed, totals.prefill_tokens / totals.tokens if totals.tokens else 0.0)
+
+
+def _wrong(totals: StepTotals) -> float:
+    return totals.draft_rejected_tokens / totals.drafted_tokens if totals.drafted_tokens else 0.0
+
+
+def split(states: Mapping[str, int], record: RequestRecord, shares: Shares, evidence: Evidence) -> Split:
+    """`states` of that request (all, or those up to its first token, or in its longest gap), by cause."""
+    found: Split = {}
+    _gateway(found, states, record)
+    _queues(found, states, shares, evidence)
+    for state in _STEPS:
+        _computed(found, state, states.get(state, 0), record, shares, evidence)
+    for state, cause in _STAMPED.items():
+        _add(found, cause, states.get(state, 0))
+    _add(found, "unaccounted", sum(states.values()) - sum(found.values()))
+    return {cause: spent_ns for cause, spent_ns in found.items() if spent_ns}
+
+
+def _add(found: Split, cause: str, spent_ns: int) -> None:
+    if spent_ns:
+        found[cause] = found.get(cause, 0) + spent_ns
+
+
+def _gateway(found: Split, states: Mapping[str, int], record: RequestRecord) -> None:
+    """What overlaps comes first: a loop that is held up makes everything that it does look slow."""
+    redis_ns = sum(states.get(state, 0) for state in _REDIS)
+    own_ns = sum(states.get(state, 0) for state in _GATEWAY)
+    overlaps = {
+        "garbage_collection": record.gc_pause_ns,
+        "cpu_starvation": record.starved_ns,
+        "event_loop": record.loop_lag_ns - record.gc_pause_ns - record.starved_ns,
+    }
+    for cause, overlap_ns in overlaps.items():
+        taken_ns = min(max(0, overlap_ns), own_ns + redis_ns)
+        from_own_ns = min(own_ns, taken_ns)
+        own_ns -= from_own_ns
+        redis_ns -= taken_ns - from_own_ns
+        _add(found, cause, taken_ns)
+    _add(found, "redis", redis_ns)
+    _add(found, "gateway", own_ns)
+
+
+def _queues(found: Split, states: Mapping[str, int], shares: Shares, evidence: Evidence) -> None:
+    totals = evidence.totals
+    tail = totals.kv_wait_fragmentation / totals.kv_waits if totals.kv_waits else 0.0
+    _add(found, "fragmentation" if tail > FRAGMENTED else "kv_starvation", sum(states.get(one, 0) for one in _KV))
+    _add(found, "concurrency", sum(states.get(state, 0) for state in _PLACES))
+    budget = "step_tokens" if shares.fixed > 0.2 else "concurrency"
+    _add(found, budget, states.get("queue_token_budget", 0))
+
+
+def _computed(
+    found: Split, state: str, spent_ns: int, record: RequestRecord, shares: Shares, evidence: Evidence
+) -> None:
+    """Steps that served it, or others while it waited."""
+    left_ns = spent_ns
+    for cause, share in shares.of.items():
+        taken_ns = int(spent_ns * share)
+        _add(found, cause, taken_ns)
+        left_ns -= taken_ns
+    if state == "prefill":
+        again_ns = int(left_ns * _repeated(record))
+        _add(found, _prefix(evidence), again_ns)
+        left_ns -= again_ns
+        fixed_ns = int(left_ns * shares.fixed)
+        _add(found, "step_tokens", fixed_ns)
+        _add(found, "prompt", left_ns - fixed_ns)
+    elif state == "decode":
+        others_ns = int(left_ns * shares.prompts)
+        _add(found, "neighbours", others_ns)
+        _add(found, "generation", left_ns - others_ns)
+    else:
+        fixed_ns = int(left_ns * shares.fixed) if state == "stalled" else 0
+        _add(found, "step_tokens", fixed_ns)
+        _add(found, "neighbours", left_ns - fixed_ns)
+
+
+def _repeated(record: RequestRecord) -> float:
+    """Of the prompt that was computed, the share that a prefix cache could have had."""
+    missed = min(record.repeated_tokens - record.cached_tokens, record.computed_tokens)
+    return missed / record.computed_tokens if missed >= REPEATED_TOKENS_MIN else 0.0
+
+
+def _prefix(evidence: Evidence) -> str:
+    if evidence.facts.prefix_cache is False:
+        return "prefix_off"
+    return "cold_start" if evidence.starts else "prefix_lost"

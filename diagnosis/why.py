@@ -1,0 +1,179 @@
+"""
+Why one request took so long.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+import msgspec
+
+from diagnosis.causes import BY_NAME, CAUSES
+from diagnosis.split import Shares, Split, split
+from telemetry.evidence import Evidence
+from telemetry.records import RequestRecord, StepRecord, request_of
+from telemetry.totals import StepTotals
+
+OTHERS_MAX = 8
+BASELINE_MIN = 5
+"""Requests that there have to be before anybody speaks of what is usual."""
+WORTH = 0.02
+"""Of the request's time: less is not a cause."""
+BLAMED = 0.1
+"""Of the request's time, what a fault must have taken to be named before the request's own work."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One cause."""
+
+    cause: str
+    title: str
+    ns: int
+    share: float  # of the request's time
+    baseline_ns: int | None  # of the requests before it, the median; None: there are too few
+    estimate: bool  # computed from shares of steps, and not stamped
+    words: str
+    change: str
+
+
+class Other(msgspec.Struct, frozen=True):
+    """A request that was in the same steps, or was served instead."""
+
+    request_id: str
+    ns: int  # of the time of those steps, its share
+
+
+class Absent(msgspec.Struct, frozen=True):
+    """What it is not."""
+
+    cause: str
+    words: str
+
+
+class Why(msgspec.Struct, frozen=True, kw_only=True, rename={"absent": "not"}):
+    """The answer; the causes sum to the request's time."""
+
+    request_id: str
+    outcome: str | None
+    e2e_ns: int
+    summary: str
+    causes: tuple[Finding, ...]
+    others: tuple[Other, ...]
+    steps_known: int  # of the steps that it was in, those that are still remembered
+    absent: tuple[Absent, ...]
+
+
+def why(record: RequestRecord, evidence: Evidence) -> Why:
+    """The causes of `record`'s time, most first; `evidence` is what else has happened lately."""
+    steps = list(steps_of(record, evidence))
+    e2e_ns = record.finished_ns - record.accepted_ns
+    found = split(record.states, record, shares_of(steps, evidence), evidence)
+    usual = _baseline(record, evidence)
+    findings = tuple(
+        Finding(
+            cause=name,
+            title=BY_NAME[name].title,
+            ns=spent_ns,
+            share=spent_ns / max(1, e2e_ns),
+            baseline_ns=None if usual is None else usual.get(name, 0),
+            estimate=BY_NAME[name].estimated,
+            words=BY_NAME[name].words,
+            change=BY_NAME[name].change(evidence),
+        )
+        for name, spent_ns in sorted(found.items(), key=lambda one: -one[1])
+        if spent_ns >= WORTH * e2e_ns or BY_NAME[name].ordinary
+    )
+    return Why(
+        request_id=record.request_id,
+        outcome=record.outcome or None,
+        e2e_ns=e2e_ns,
+        summary=_summary(record, e2e_ns, findings),
+        causes=findings,
+        others=_others(record, steps, evidence),
+        steps_known=len(steps),
+        absent=tuple(
+            Absent(cause.name, cause.absent)
+            for cause in CAUSES
+            if cause.absent and found.get(cause.name, 0) < WORTH * e2e_ns
+        ),
+    )
+
+
+def steps_of(record: RequestRecord, evidence: Evidence) -> Iterator[StepRecord]:
+    """Those steps that served it, as far as they are remembered."""
+    numbers = {
+        (replica, number)
+        for (replica, _), step in evidence.steps.items()
+        for number, name in step.requests.items()
+        if request_of(name) == record.request_id
+    }
+    for (replica, _), step in evidence.steps.items():
+        if any((replica, number) in numbers for number, _ in step.slices):
+            yield step
+
+
+def shares_of(steps: Sequence[StepRecord], evidence: Evidence) -> Shares:
+    """Over these steps, or over all where none of them is known."""
+    if not steps:
+        return Shares.over(evidence.totals, evidence.facts)
+    totals = StepTotals()
+    for step in steps:
+        totals.add(step)
+    return Shares.over(totals, evidence.facts, line=evidence.totals)
+
+
+def _baseline(record: RequestRecord, evidence: Evidence) -> Split | None:
+    """What other requests of its route spend on each cause, the median of each."""
+    others = [one for one in evidence.requests if one.route == record.route and one.request_id != record.request_id]
+    if len(others) < BASELINE_MIN:
+        return None
+    shares = Shares.over(evidence.totals, evidence.facts)
+    splits = [split(one.states, one, shares, evidence) for one in others]
+    return {cause.name: int(median(one.get(cause.name, 0) for one in splits)) for cause in CAUSES}
+
+
+def _others(record: RequestRecord, steps: Sequence[StepRecord], evidence: Evidence) -> tuple[Other, ...]:
+    """Who was in its steps, by their share of them, and who was served while it stalled."""
+    spent: dict[str, int] = dict(record.stalled_for)
+    spent.pop("", None)
+    names = _names(evidence)
+    for step in steps:
+        rows = sum(count for _, count in step.slices)
+        for number, count in step.slices:
+            name = names.get((step.replica, number), "")
+            if name not in ("", record.request_id):
+                spent[name] = spent.get(name, 0) + step.served_ns * count // max(1, rows)
+    most = sorted(spent.items(), key=lambda one: -one[1])[:OTHERS_MAX]
+    return tuple(Other(name, spent_ns) for name, spent_ns in most)
+
+
+def _names(evidence: Evidence) -> Mapping[tuple[int, int], str]:
+    return {
+        (replica, number): request_of(name)
+        for (replica, _), step in evidence.steps.items()
+        for number, name in step.requests.items()
+    }
+
+
+def _summary(record: RequestRecord, e2e_ns: int, findings: Sequence[Finding]) -> str:
+    """One sentence."""
+    whole = f"{duration(e2e_ns)}"
+    faults = [one for one in findings if not BY_NAME[one.cause].ordinary and one.share >= BLAMED]
+    blamed = faults or findings
+    if not blamed:
+        return f"It took {whole}."
+    first = blamed[0]
+    usual = "" if first.baseline_ns is None else f" (usually {duration(first.baseline_ns)})"
+    about = "about " if first.estimate else ""
+    said = f"Of {whole}, {about}{duration(first.ns)}, {first.share:.0%}, went because {first.words}{usual}."
+    if not faults:
+        said += " Nothing else is worth a word."
+    if record.first_token_ns:
+        said += f" The first token came after {duration(record.first_token_ns)}."
+    return said
+
+
+def duration(spent_ns: int) -> str:
+    """For people."""
+    if spent_ns >= 10_000_000_000:
+        return f"{spent_ns / 1e9:.1f} s"
+    return f"{spent_ns / 1e9:.2f} s" if spent_ns >= 1_000_000_000 else f"{spent_ns / 1e6:.1f} ms"

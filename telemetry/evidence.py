@@ -1,0 +1,62 @@
+"""
+What there is to judge a stretch of time by: its requests, sums over its steps, and what is known of the system.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from telemetry.records import RequestRecord, StepRecord
+from telemetry.totals import StepTotals
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """How it is set up; what nobody has said is None, or empty."""
+
+    replicas: int = 1
+    ranks: int = 1
+    threads: int = 1  # of an engine
+    sequences_max: int | None = None
+    tokens_step_max: int | None = None
+    prefix_cache: bool | None = None
+    kv_slots: int | None = None  # of all replicas
+    weights: str = ""
+    why_torch: str = ""  # why there are no native kernels
+
+
+Memory = dict[str, list[tuple[int, int]]]
+"""By process: when, in ns, and how many bytes were resident."""
+Spot = tuple[int, int]
+"""A replica, and the id of one of its steps."""
+
+
+class Evidence(msgspec.Struct, kw_only=True):
+    """A stretch of time of a system."""
+
+    window_ns: int = 0
+    requests: list[RequestRecord] = []  # that ended in it, newest first
+    totals: StepTotals = msgspec.field(default_factory=StepTotals)  # of all replicas
+    steps: dict[Spot, StepRecord] = {}  # those that are still remembered
+    memory: Memory = {}
+    starts: int = 0  # engines that came, or came back, in it
+    facts: Facts = Facts()
+
+
+def facts_of(details: Mapping[str, str], *, replicas: int = 1, weights: str = "", kv_slots: int | None = None) -> Facts:
+    """From what an engine says of itself, as `/health` shows it."""
+    tensor, _, rest = details.get("ranks", "1 tensor x 1 pipeline").partition(" tensor x ")
+    return Facts(
+        replicas=replicas,
+        ranks=_number(tensor, 1) * _number(rest.partition(" ")[0], 1),
+        threads=_number(details.get("threads", ""), 1),
+        sequences_max=_number(details.get("sequences_max", ""), 0) or None,
+        tokens_step_max=_number(details.get("tokens_step_max", ""), 0) or None,
+        prefix_cache={"on": True, "off": False}.get(details.get("prefix_cache", "")),
+        kv_slots=kv_slots,
+        weights=weights,
+        why_torch=details.get("no_native_kernels", ""),
+    )
+
+
+def _number(text: str, default: int) -> int:
+    return int(text) if text.isdecimal() else default
