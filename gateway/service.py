@@ -8,6 +8,7 @@ What the routes do: the gateway's parts, and the way of a request through them.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -315,10 +316,9 @@ class Gateway:
         """Refuse what is new, let the rest run up to `drain_s`, then end it with an error."""
         self.draining = True
         self.live.close()
-        if await self._idle_within(self.options.drain_s):
-            return
-        self.cut_off()
-        await self._idle_within(self.options.record_timeout_s + 1)
+        if not await self._idle_within(self.options.drain_s):
+            self.cut_off()
+            await self._idle_within(self.options.record_timeout_s + 1)
 
     def cut_off(self) -> None:
         """End what runs, now."""
@@ -326,12 +326,10 @@ class Gateway:
             exchange.flight.interrupt(errors.draining())
 
     async def _idle_within(self, limit_s: float) -> bool:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return self._idle.is_set()
 
     # ---- what the gateway says of itself
 

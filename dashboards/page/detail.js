@@ -2,9 +2,10 @@
 
 import { $, keyed, make, row, say, show, swatch } from "./dom.js";
 import { key } from "./stream.js";
-import { FINE, OUTCOMES, count, share, stateKind, stateWords, time } from "./words.js";
+import { FINE, OUTCOMES, count, requestOf, share, shortId, stateKind, stateWords, time } from "./words.js";
 
 const WHY_AGAIN_MS = 3000; // of one in flight
+const OTHERS_SHOWN = 8;
 
 export class Detail {
   constructor(model) {
@@ -118,6 +119,16 @@ export class Detail {
     if (this.shown?.outcome === null) this.timer = setTimeout(() => this.id === id && this.ask(id), WHY_AGAIN_MS);
   }
 
+  others(several) {
+    const each = several.slice(0, OTHERS_SHOWN).flatMap((one) => {
+      const id = requestOf(one.request_id);
+      const button = make("button", { type: "button", class: "id", title: id }, shortId(id));
+      button.addEventListener("click", () => this.open(id, this.opener));
+      return [button, ` ${time(one.ns)}  `];
+    });
+    return each.length ? ["Served in the same steps: ", ...each] : [];
+  }
+
   why(found, instead) {
     say($("why-summary"), found ? found.summary : instead);
     const causes = (found?.causes ?? []).map((one) => {
@@ -125,11 +136,10 @@ export class Detail {
       if (one.baseline_ns !== null && one.baseline_ns !== undefined) facts.push(`usually ${time(one.baseline_ns)}`);
       if (one.estimate) facts.push("an estimate");
       const change = one.change ? [make("span", { class: "change" }, `To change: ${one.change}`)] : [];
-      return make("li", {}, make("strong", {}, facts.join(" · ")), ` ${one.words}`, ...change);
+      return make("li", {}, make("strong", {}, one.title ?? one.cause.replaceAll("_", " ")), `: ${facts.join(" · ")}. ${one.words}`, ...change);
     });
     $("why-causes").replaceChildren(...causes);
-    const others = (found?.others ?? []).slice(0, 8).map((one) => `${one.request_id} (${time(one.ns)})`);
-    say($("why-others"), others.length ? `Served in its steps: ${others.join(", ")}.` : "");
+    $("why-others").replaceChildren(...this.others(found?.others ?? []));
     $("why-not").replaceChildren(...(found?.not ?? []).map((one) => make("li", {}, `Not: ${one.words}`)));
     for (const part of ["why-causes", "why-others", "why-not"]) show($(part), $(part).textContent !== "");
   }
