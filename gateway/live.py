@@ -23,9 +23,9 @@ from gateway.generation import Event
 from gateway.siblings import Siblings
 from telemetry import clock
 from telemetry.hub import Hub, Json, JsonObject
-from telemetry.records import STEP_PARTS
+from telemetry.records import STEP_PARTS, StepRecord
 from telemetry.served import Served, summary
-from telemetry.vocabulary import ROUTES, STATES
+from telemetry.vocabulary import STATES
 
 _log = structlog.get_logger("pellucid.gateway")
 
@@ -41,10 +41,26 @@ class Snapshot:
     """One moment.  Encoded when somebody wants it, once for all who may see the same of it."""
 
     def __init__(
-        self, number: int, whole: JsonObject, news: JsonObject, requests: Sequence[JsonObject], ended_before: set[str]
+        self,
+        common: JsonObject,
+        *,
+        number: int,
+        steps: Sequence[StepRecord] = (),
+        fresh: int = 0,
+        requests: Sequence[JsonObject] = (),
+        ended_before: frozenset[str] = frozenset(),
     ) -> None:
+        """
+        Args:
+            common: what each event has.
+            number: of those before, one more.
+            steps: newest first; the first `fresh` of them are news.
+            fresh: see there.
+            requests: in flight, or ended.
+            ended_before: those that are no news.
+        """
         self.number = number
-        self._whole, self._news = whole, news
+        self._common, self._steps, self._fresh = common, steps, fresh
         self._requests, self._ended_before = requests, ended_before
         self._encoded: dict[tuple[bool, str, bool], bytes] = {}
 
@@ -61,8 +77,17 @@ class Snapshot:
             for one in self._requests
             if ticket.sees(str(one["tenant"])) and (whole or one["request_id"] not in self._ended_before)
         ]
-        seen = (self._whole if whole else self._news) | {"whole": whole, "requests": requests}
-        return seen | {"sights": [_without_others(one, ticket) for one in _objects(seen["sights"])]}
+        return (
+            self._common
+            | (_VOCABULARY if whole else {})
+            | {
+                "number": self.number,
+                "whole": whole,
+                "requests": requests,
+                "steps": [_step_json(one) for one in (self._steps if whole else self._steps[: self._fresh])],
+                "sights": [_without_others(one, ticket) for one in _objects(self._common["sights"])],
+            }
+        )
 
 
 class Viewer:
@@ -109,7 +134,7 @@ class Live:
         self._closed = False
         self._number = 0
         self._steps_told = 0
-        self._ended: set[str] = set()
+        self._ended: frozenset[str] = frozenset()
 
     def open(self, exchange: Exchange) -> AsyncIterator[Event]:
         """A new viewer's events.  Raises ApiError: there are too many, or this is the end."""
@@ -170,19 +195,18 @@ class Live:
 
     async def _snapshot(self) -> Snapshot:
         (requests, silent), served = await asyncio.gather(self._siblings.requests(), self._siblings.served())
-        steps_seen = self._hub.steps_seen()
-        fresh, self._steps_told = min(STEPS_MAX, steps_seen - self._steps_told), steps_seen
-        steps: list[Json] = list(_objects(self._hub.debug_steps(STEPS_MAX)["steps"]))
+        steps, seen = self._hub.steps(STEPS_MAX)
         self._number += 1
-        common = self._common(served) | silent
         snapshot = Snapshot(
-            self._number,
-            common | {"steps": steps, "vocabulary": _VOCABULARY},
-            common | {"steps": steps[:fresh]},
-            requests,
-            self._ended,
+            self._common(served) | silent,
+            number=self._number,
+            steps=steps,
+            fresh=min(STEPS_MAX, seen - self._steps_told),
+            requests=requests,
+            ended_before=self._ended,
         )
-        self._ended = {str(one["request_id"]) for one in requests if one["outcome"] is not None}
+        self._steps_told = seen
+        self._ended = frozenset(str(one["request_id"]) for one in requests if one["outcome"] is not None)
         return snapshot
 
     def _common(self, served: Sequence[Served]) -> JsonObject:
@@ -197,7 +221,6 @@ class Live:
             if one.sight is not None
         ]
         return {
-            "number": self._number,
             "now_ns": now_ns,
             "model": self._model,
             "viewers": len(self.viewers),
@@ -207,16 +230,33 @@ class Live:
         }
 
 
-_VOCABULARY: JsonObject = {
-    "states": list(STATES),
-    "parts": list(STEP_PARTS),
-    "why": "/debug/why/{id}" in ROUTES,
-}
+_VOCABULARY: JsonObject = {"vocabulary": {"states": list(STATES), "parts": list(STEP_PARTS)}}
 
 
 async def _until_gone(exchange: Exchange) -> None:
     while (await exchange.receive())["type"] != "http.disconnect":
         pass
+
+
+def _step_json(step: StepRecord) -> JsonObject:
+    """As much of a step as is shown; it names nobody."""
+    parts: JsonObject = {part: spent_ns for part, spent_ns in step.parts.items() if spent_ns}
+    return {
+        "step_id": step.step_id,
+        "replica": step.replica,
+        "ended_ns": step.ended_ns,
+        "step_ns": step.step_ns,
+        "parts": parts,
+        "sequences": step.sequences,
+        "tokens": step.tokens,
+        "emitted_tokens": step.emitted_tokens,
+        "preemptions": step.preemptions,
+        "interconnect": {
+            "kind": step.interconnect.kind,
+            "straggler": step.interconnect.straggler,
+            "rank_wait_ns": list(step.interconnect.rank_wait_ns),
+        },
+    }
 
 
 def _sight_json(replica: int, sight: Sight, age_ns: int) -> JsonObject:

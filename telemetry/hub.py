@@ -189,10 +189,10 @@ class Hub:
         self._pump_all()
         return {"steps": [step_json(step) for step in self._recent.steps(limit)]}
 
-    def steps_seen(self) -> int:
-        """How many steps there were, ever: `debug_steps` begins with the last of these."""
+    def steps(self, limit: int) -> tuple[list[StepRecord], int]:
+        """The newest steps, newest first, and how many there were, ever."""
         self._pump_all()
-        return self._recent.steps_seen
+        return self._recent.steps(limit), self._recent.steps_seen
 
     def served(self) -> list[Served]:
         """How those were served who have asked within the last minute."""

@@ -110,7 +110,6 @@ export class Detail {
 
   async ask(id) {
     clearTimeout(this.timer);
-    if (!this.model.vocabulary.why) return this.why(null, "Nothing more is known here than the ledger.");
     say($("why-summary"), $("why-summary").textContent || "…");
     const answer = await fetch(`/debug/why/${encodeURIComponent(id)}`, { headers: key.headers() }).catch(() => null);
     if (this.id !== id) return;

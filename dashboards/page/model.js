@@ -5,7 +5,7 @@ const REQUESTS_MAX = 100;
 
 export class Model {
   constructor() {
-    this.vocabulary = { states: [], parts: [], why: false };
+    this.vocabulary = { states: [], parts: [] };
     this.event = null;
     this.steps = []; // oldest first
     this.requests = new Map();
