@@ -22,6 +22,7 @@ from engine.device.drafting import DraftModel
 from engine.device.errors import ModelError
 from engine.handshake import HandshakeError, secret_in
 from engine.loop import Loop
+from engine.recorder import open_journal
 from engine.scheduler import Scheduler
 from engine.server import ListenError, Server
 from engine.sight import sight_of
@@ -62,8 +63,9 @@ def main(arguments: list[str]) -> int:
         if options.rank:
             return group.follow_leader(options)
         with group.led(options, _refuse) as (device, drafter):
-            server = Server(options.listen, hello(options, device), secret_in(os.environ))
-            serve(options, device, server, drafter)
+            said = hello(options, device)
+            server = Server(options.listen, said, secret_in(os.environ))
+            serve(options, device, server, drafter, epoch=said.epoch)
     except msgspec.MsgspecError as error:
         return _refuse(f"--options: {error}")
     except (ModelError, ListenError, HandshakeError) as error:
@@ -74,11 +76,28 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def serve(options: EngineOptions, device: Device, server: Server, drafter: DraftModel | None = None) -> None:
+def serve(
+    options: EngineOptions, device: Device, server: Server, drafter: DraftModel | None = None, *, epoch: str = ""
+) -> None:
     """Serve `device` over `server` until a signal.  Raises DeviceLost."""
     scheduler = Scheduler(scheduler_config(options, device, drafter.facts if drafter is not None else None))
+    journal = open_journal(
+        options.flight_directory,
+        f"engine-{options.replica}",
+        scheduler,
+        ring_bytes=options.flight_memory_bytes,
+        epoch=epoch,
+    )
     disturbances = Disturbances()
-    loop = Loop(scheduler, device, server, drafter=drafter, replica=options.replica, disturbances=disturbances.take)
+    loop = Loop(
+        scheduler,
+        device,
+        server,
+        drafter=drafter,
+        recorder=journal,
+        replica=options.replica,
+        disturbances=disturbances.take,
+    )
     server.shows(lambda: sight_of(scheduler.pool, [*scheduler.running, *scheduler.waiting], now_ns()))
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -102,6 +121,8 @@ def serve(options: EngineOptions, device: Device, server: Server, drafter: Draft
     finally:
         disturbances.stop()
         server.close()
+        if journal is not None:
+            journal.close()
 
 
 def scheduler_config(options: EngineOptions, device: Device, draft: DeviceFacts | None = None) -> SchedulerConfig:

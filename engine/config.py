@@ -100,6 +100,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Tokens guessed ahead for one sequence in one step; 0: no speculation."""
     draft_model: str = ""
     """A smaller model with the same vocabulary, that guesses; a directory or a GGUF file, empty: none."""
+    flight_directory: str = ""
+    """Where the journal of what was decided last is kept; empty: nowhere."""
+    flight_memory_bytes: int = 64 << 20
+    """Of it."""
     log_level: str = "info"
     log_format: str = "console"
     """console or json."""

@@ -38,6 +38,46 @@ class Link(Protocol):
         ...
 
 
+class Recorder(Protocol):
+    """
+    Is told what goes into the core and what comes out, as it happens: `engine.recorder.Journal`.
+
+    It raises nothing, and what it takes is a part of the step.
+    """
+
+    def applied(self, message: Message, now_ns: int) -> None:
+        """The scheduler has taken a message in."""
+        ...
+
+    def planned(self, plan: StepPlan, now_ns: int) -> None:
+        """The scheduler has chosen a step, which is now computed."""
+        ...
+
+    def committed(self, result: StepResult, outcome: Outcome, now_ns: int) -> None:
+        """The scheduler has booked it: nothing is in flight."""
+        ...
+
+    def stopped(self, now_ns: int) -> None:
+        """The scheduler has ended everything."""
+        ...
+
+
+class NoRecorder:
+    """Implements `Recorder`: forgets."""
+
+    def applied(self, message: Message, now_ns: int) -> None:
+        """Nothing."""
+
+    def planned(self, plan: StepPlan, now_ns: int) -> None:
+        """Nothing."""
+
+    def committed(self, result: StepResult, outcome: Outcome, now_ns: int) -> None:
+        """Nothing."""
+
+    def stopped(self, now_ns: int) -> None:
+        """Nothing."""
+
+
 class Loop:
     """Runs steps until it is told to stop."""
 
@@ -48,6 +88,7 @@ class Loop:
         link: Link,
         *,
         drafter: Drafting | None = None,
+        recorder: Recorder | None = None,
         replica: int = 0,
         clock: Callable[[], int] = now_ns,
         disturbances: Callable[[], Disturbed] = Disturbed,
@@ -56,6 +97,7 @@ class Loop:
         self._device = device
         self._link = link
         self._drafter = drafter
+        self._recorder = recorder or NoRecorder()
         self._drafts_doubted = False  # somebody has been told that its numbers were none
         self._replica = replica
         self._clock = clock
@@ -75,7 +117,9 @@ class Loop:
         """Serve until `stop`.  Raises DeviceLost: nobody can be served here any more, and others must hear of it."""
         while not self._stopping:
             self.step()
-        self._scheduler.stop(self._clock())
+        now_ns = self._clock()
+        self._scheduler.stop(now_ns)
+        self._recorder.stopped(now_ns)
         self._advance()
         self._publish()
 
@@ -89,6 +133,7 @@ class Loop:
         self._spend("plan" if timeout_s == 0.0 else "idle")
         for message in messages:
             self._scheduler.apply(message, self._marked_ns)
+            self._recorder.applied(message, self._marked_ns)
         if self._scheduler.has_work or self._scheduler.has_news:
             self._advance()
 
@@ -96,7 +141,9 @@ class Loop:
         """Plan, run, commit, and write it down.  A step without slices only carries news of the door."""
         if self._drafter is not None:
             self._draft(self._drafter)
-        plan = self._scheduler.plan(self._clock())
+        planned_ns = self._clock()
+        plan = self._scheduler.plan(planned_ns)
+        self._recorder.planned(plan, planned_ns)
         self._starved = not plan.slices
         self._spend("plan")
         result = self._compute(plan)
@@ -112,6 +159,7 @@ class Loop:
         self._parts["compute"] -= sum(away.values())
         self._spend("compute")
         outcome = self._scheduler.commit(plan, result, self._marked_ns)
+        self._recorder.committed(result, outcome, self._marked_ns)
         self._spend("commit")
         if plan.slices or outcome.deltas or outcome.finished or outcome.prefixes:
             self._close(plan, result, outcome)

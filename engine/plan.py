@@ -54,7 +54,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(piece.tokens) for piece in self.slices)
 
 
-class SliceResult(msgspec.Struct, frozen=True):
+class SliceResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """What came of one slice: the tokens that follow it, or why there are none."""
 
     emitted: tuple[int, ...] = ()  # the drafts that were right, and the token after them: 1 .. drafts + 1
@@ -63,7 +63,7 @@ class SliceResult(msgspec.Struct, frozen=True):
     degenerate: str = ""  # of telemetry.records.DEGENERATE_KINDS: with a fault that is the model's
 
 
-class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Answers in the order of the plan's slices, and where the device's time went, in ns."""
 
     step_id: int

@@ -281,7 +281,7 @@ class Scheduler:
         return True
 
     def _draft(self, counts: dict[int, int], now_ns: int) -> dict[int, tuple[int, ...]]:
-        """Drafts by sequence.  None where somebody pays for more than its newest token: prefill is not held up."""
+        """Drafts, fitted in the batch's order.  None where somebody owes more than a token: prefill goes first."""
         assert self._speculation is not None
         asking = list(self._in_flight.values())
         decoding = all(counts[one.number] == one.debt == 1 and one.output_length for one in asking)
@@ -289,7 +289,7 @@ class Scheduler:
         if not asking or not decoding:
             return {}
         wishes = self._speculation.wish(asking, self.config.tokens_step_max - len(asking))
-        drafts = {number: self._fit(self._in_flight[number], tokens, now_ns) for number, tokens in wishes.items()}
+        drafts = {one.number: self._fit(one, wishes[one.number], now_ns) for one in asking if one.number in wishes}
         more = {number: len(tokens) for number, tokens in drafts.items()}
         self._decode_keys = sum(len(one.tokens) * (1 + more.get(one.number, 0)) for one in asking) / 1000
         return drafts

@@ -30,6 +30,7 @@ from gateway.service import Gateway
 from gateway.siblings import Siblings
 from gateway.tokens import ModelText
 from gateway.upstreams import Upstreams
+from telemetry.flight import open_records
 from telemetry.hub import Hub
 
 
@@ -48,6 +49,9 @@ class Application:
             version=_version(),
             otlp_endpoint=options.otlp_endpoint,
             step_books=options.worker == 0,
+            flight=open_records(
+                options.flight_directory, f"gateway-{options.worker}", ring_bytes=options.flight_memory_bytes
+            ),
         )
         self.admission = Admission(options)
         store = self.admission.store

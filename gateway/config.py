@@ -173,6 +173,10 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     headers_max: int = 128
     drain_s: float = 30.0
     """After SIGTERM, how long streams may run on before they end with an error event."""
+    flight_directory: str = ""
+    """Where the records of the last minute are kept; empty: nowhere."""
+    flight_memory_bytes: int = 64 << 20
+    """Of them."""
     log_level: str = "info"
     log_format: str = "console"
     """console or json."""

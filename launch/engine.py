@@ -20,7 +20,6 @@ from launch.parse import parse_engine
 from launch.probe import until_connects
 from launch.secret import engine_secret
 from launch.serve import (
-    PACKED,
     check_memory,
     check_ranks,
     child_environ,
@@ -49,7 +48,7 @@ def run_engine(options: ServeOptions, listen: str, environ: dict[str, str], out:
     data = data_dir(options.data_dir, environ)
     model, draft = models_of(options, data)
     kv_bytes = check_memory(options, model, draft)
-    alone = engine_options(options, model, data / PACKED, kv_bytes, draft)
+    alone = engine_options(options, model, data, kv_bytes, draft)
     share = share_of(0, 1, options.ranks, options.threads, usable_cpus())
     engine = msgspec.structs.replace(placed(alone, share), listen=f"tcp:{host}:{port}")
     supervisor = Supervisor(

@@ -32,6 +32,7 @@ ENGINE_OPTIONS = (
     "prefix_cache",
     "speculative",
     "draft_model",
+    "flight_memory",
     "log_level",
     "log_format",
 )

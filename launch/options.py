@@ -29,7 +29,7 @@ from launch.parse import (
     seconds,
     whole,
 )
-from launch.sizes import KvMemory, parse_bytes, parse_kv_memory
+from launch.sizes import KvMemory, parse_bytes, parse_flight_memory, parse_kv_memory
 from launch.upstreams import TABLE, parse_upstreams
 
 PREFIX = "PELLUCID_"
@@ -372,6 +372,13 @@ OPTIONS = (
         parse=parse_url,
     ),
     Option(
+        name="flight_memory",
+        default="64MiB",
+        metavar="SIZE",
+        help="On disk, for each process: what it did in the last minute and longer, see `pellucid flight`; 0: nothing.",
+        parse=parse_flight_memory,
+    ),
+    Option(
         name="log_level",
         default="info",
         metavar="LEVEL",
@@ -432,6 +439,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain: float
     cors_origin: tuple[str, ...]
     otlp_endpoint: str
+    flight_memory: int
     log_level: str
     log_format: str
     upstreams: tuple[UpstreamOptions, ...]

@@ -29,7 +29,7 @@ from launch.probe import first_look, until_any_exists, until_ready
 from launch.run_dir import run_dir
 from launch.secret import engine_secret
 from launch.sizes import KV_BYTES_MIN, available_bytes, format_bytes
-from launch.store import Model, Store, data_dir
+from launch.store import FLIGHT, Model, Store, data_dir
 from launch.supervise import ChildSpec, Say, Supervisor
 from launch.valkey import embedded_valkey, pepper_file
 
@@ -56,10 +56,10 @@ def serve(options: ServeOptions, environ: dict[str, str], out: Callable[[str], N
         with run_dir(data) as folder:
             engines = []
             if model is not None:
-                engines = all_engines(engine_options(options, model, data / PACKED, kv_bytes, draft), options, folder)
+                engines = all_engines(engine_options(options, model, data, kv_bytes, draft), options, folder)
             redis_url, companions = key_server(options, data, folder)
             addresses = (*(engine.listen for engine in engines), *options.engine)
-            gateway = gateway_options(options, model, listener, addresses, pepper_file(options, data), admin)
+            gateway = gateway_options(options, model, listener, addresses, data, admin)
             supervisor = Supervisor(
                 engines=engine_children(engines),
                 gateways=worker_children(all_workers(gateway, options, folder)),
@@ -207,9 +207,9 @@ def child_environ(environ: dict[str, str]) -> dict[str, str]:
 
 
 def engine_options(
-    options: ServeOptions, model: Model, packed: Path, kv_bytes: int, draft: Model | None = None
+    options: ServeOptions, model: Model, data: Path, kv_bytes: int, draft: Model | None = None
 ) -> EngineOptions:
-    """What an engine is told that is the only one; where it listens comes later."""
+    """What an engine is told that is the only one, with the data directory; where it listens comes later."""
     return EngineOptions(
         model=str(model.path),
         model_name=options.model_name or model.name,
@@ -221,7 +221,7 @@ def engine_options(
         pipeline_parallel=options.pipeline_parallel,
         rank_timeout_s=options.rank_timeout_s,
         interconnect=options.interconnect,
-        packed_directory=str(packed),
+        packed_directory=str(data / PACKED),
         threads=options.threads,
         context_max=options.max_context,
         kv_memory_bytes=kv_bytes,
@@ -231,6 +231,8 @@ def engine_options(
         prefix_cache=options.prefix_cache,
         drafts_max=options.speculative,
         draft_model=str(draft.path) if draft is not None else "",
+        flight_directory=str(data / FLIGHT) if options.flight_memory else "",
+        flight_memory_bytes=options.flight_memory,
         log_level=options.log_level,
         log_format=options.log_format,
     )
@@ -241,17 +243,17 @@ def gateway_options(
     model: Model | None,
     listener: socket.socket,
     engines: tuple[str, ...],
-    pepper: Path,
+    data: Path,
     admin: socket.socket | None = None,
 ) -> GatewayOptions:
-    """What a gateway is told that is the only one."""
+    """What a gateway is told that is the only one, with the data directory."""
     return GatewayOptions(
         model=str(model.path) if model is not None else "",
         model_name=(options.model_name or model.name) if model is not None else "",
         engines=engines,
         upstreams=options.upstreams,
         routing=options.routing,
-        pepper_file=str(pepper),
+        pepper_file=str(pepper_file(options, data)),
         redis_named=bool(options.redis_url),
         price_prompt_micros=options.price_prompt,
         price_output_micros=options.price_output,
@@ -267,6 +269,8 @@ def gateway_options(
         request_timeout_s=options.request_timeout,
         resume_deadline_s=options.resume_deadline_s,
         drain_s=options.drain,
+        flight_directory=str(data / FLIGHT) if options.flight_memory else "",
+        flight_memory_bytes=options.flight_memory,
         log_level=options.log_level,
         log_format=options.log_format,
     )

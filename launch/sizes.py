@@ -17,6 +17,7 @@ _UNITS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*")
 KV_BYTES_MIN = 1024 * 1024
+FLIGHT_BYTES_MIN = 1024 * 1024
 
 
 class KvMemory(msgspec.Struct, frozen=True):
@@ -39,6 +40,16 @@ def parse_bytes(text: str) -> int:
     size_bytes = int(float(match[1]) * _UNITS[unit])
     if not 0 < size_bytes < 2**50:
         raise ValueError(f"{text!r} is out of range")
+    return size_bytes
+
+
+def parse_flight_memory(text: str) -> int:
+    """A size, or 0 for none.  Raises ValueError."""
+    if text.strip() == "0":
+        return 0
+    size_bytes = parse_bytes(text)
+    if size_bytes < FLIGHT_BYTES_MIN:
+        raise ValueError(f"{text!r} is less than {format_bytes(FLIGHT_BYTES_MIN)}; 0 records nothing")
     return size_bytes
 
 

@@ -28,6 +28,8 @@ from launch.known import KNOWN_MODELS
 from launch.parse import nearest
 from launch.sizes import format_bytes
 
+FLIGHT = "flight"
+"""In the data directory: what was recorded last, of each process."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

@@ -18,6 +18,7 @@ from telemetry.vocabulary import (
     GENERATING_ROUTES,
     KV_PLACES,
     LATENCY_BUCKETS_S,
+    MEMORIES,
     MICROS,
     NS_PER_S,
     PROMISES,
@@ -25,6 +26,7 @@ from telemetry.vocabulary import (
     STREAMED_ROUTES,
     TOKEN_BUCKETS,
     UPSTREAM_RESULTS,
+    WAITING_STATES,
     LimitsView,
     Metric,
     Point,
@@ -164,6 +166,21 @@ REQUEST_METRICS = (
         divisor=NS_PER_S,
         of_request=_states,
         zeros=True,
+    ),
+    Metric(
+        name="pellucid_request_first_token_state_seconds_total",
+        kind="counter",
+        help="The same up to the first token; the states sum to the times to first token.",
+        unit="seconds",
+        labels=("state",),
+        divisor=NS_PER_S,
+        of_request=lambda r: [((state,), spent_ns) for state, spent_ns in r.first_token_states.items()],
+        zeros=True,
+    ),
+    _request_counter(
+        "pellucid_request_repeated_tokens_total",
+        "Prompt tokens that an earlier prompt began with, too: what a prefix cache of any size could find.",
+        lambda r: r.repeated_tokens,
     ),
     Metric(
         name="pellucid_degenerate_outputs_total",
@@ -416,6 +433,26 @@ STEP_METRICS = (
     _step_counter(
         "pellucid_engine_evictions_total", "Cached KV blocks given up for new tokens.", lambda step: step.evictions
     ),
+    Metric(
+        name="pellucid_engine_gc_pause_seconds_total",
+        kind="counter",
+        help="Garbage collection of the engine; overlaps with the parts of its steps.",
+        unit="seconds",
+        labels=("replica",),
+        join="most",
+        divisor=NS_PER_S,
+        of_step=_of_replica(lambda step: step.gc_pause_ns),
+    ),
+    Metric(
+        name="pellucid_engine_starved_seconds_total",
+        kind="counter",
+        help="Time in which threads of the engine could run and had no processor, of all threads together.",
+        unit="seconds",
+        labels=("replica",),
+        join="most",
+        divisor=NS_PER_S,
+        of_step=_of_replica(lambda step: step.starved_ns),
+    ),
     _exchange_counter(
         "pellucid_engine_interconnect_calls_total",
         "Exchanges between ranks; zero where there is one.",
@@ -484,6 +521,24 @@ def _kv_slots(view: View) -> Points:
         for replica in view.replicas
         if replica.step is not None
         for place in KV_PLACES
+    ]
+
+
+def _waits(view: View) -> Points:
+    return [
+        ((str(replica.replica), state), replica.step.waits.get(state, 0))
+        for replica in view.replicas
+        if replica.step is not None
+        for state in WAITING_STATES
+    ]
+
+
+def _memory(view: View) -> Points:
+    return [
+        ((str(replica.replica), kind), getattr(replica.memory, f"{kind}_bytes"))
+        for replica in view.replicas
+        if replica.memory is not None
+        for kind in MEMORIES
     ]
 
 
@@ -654,6 +709,42 @@ VIEW_METRICS = (
         "pellucid_engine_waiting_sequences",
         "Sequences that wait for a place in the batch or for KV.",
         lambda step: step.waiting,
+    ),
+    Metric(
+        name="pellucid_engine_waits",
+        kind="gauge",
+        help="The same by what they wait for.",
+        labels=("replica", "state"),
+        join="first",
+        of_view=_waits,
+    ),
+    Metric(
+        name="pellucid_engine_memory_bytes",
+        kind="gauge",
+        help="Memory of rank 0 of the engine below its KV pool: resident, private, and what the C library has handed "
+        "out and what it keeps in pieces between.",
+        unit="bytes",
+        labels=("replica", "memory"),
+        join="first",
+        of_view=_memory,
+    ),
+    Metric(
+        name="pellucid_gateway_starved_seconds_total",
+        kind="counter",
+        help="Time in which threads of the gateway could run and had no processor, of all threads together.",
+        unit="seconds",
+        divisor=NS_PER_S,
+        of_view=lambda view: [((), view.starved_ns)],
+    ),
+    Metric(
+        name="pellucid_host_pressure_seconds_total",
+        kind="counter",
+        help="Time in which something on this machine waited for a processor, for memory or for a disk (PSI, some).",
+        unit="seconds",
+        labels=("resource",),
+        join="most",
+        divisor=NS_PER_S,
+        of_view=lambda view: [((resource,), spent_ns) for resource, spent_ns in view.pressure_ns.items()],
     ),
     Metric(
         name="pellucid_telemetry_drops_total",

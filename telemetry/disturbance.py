@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from telemetry import clock
 from telemetry.records import MemoryReading
+from telemetry.vocabulary import PRESSURES
 
 MEMORY_PERIOD_S = 1.0
 """How often memory is looked at: the kernel walks through all pages of the process for it."""
@@ -136,6 +137,18 @@ def _heap() -> tuple[int, int]:
     mallinfo.restype = _Mallinfo2
     info = mallinfo()
     return info.uordblks + info.hblkhd, info.fordblks
+
+
+def host_pressure_ns() -> dict[str, int]:
+    """How long something on this machine has waited so far, by resource; empty where the kernel does not say."""
+    found: dict[str, int] = {}
+    for resource in PRESSURES:
+        try:
+            some = Path(f"/proc/pressure/{resource}").read_text().splitlines()[0]
+            found[resource] = int(some.rpartition("total=")[2]) * 1000
+        except (OSError, IndexError, ValueError):
+            continue
+    return found
 
 
 class Disturbed(NamedTuple):

@@ -21,8 +21,10 @@ from telemetry import clock
 from telemetry.books import request_mismatches, step_mismatches
 from telemetry.complaints import Complaints
 from telemetry.deliver import SpanExport, open_export
+from telemetry.disturbance import host_pressure_ns
 from telemetry.evidence import Evidence
 from telemetry.export import target
+from telemetry.flight import Records
 from telemetry.live import LiveRequest, TraceContext, accept_trace
 from telemetry.logs import dropped_lines, log_request
 from telemetry.metrics import Metrics
@@ -87,7 +89,15 @@ _Item = _Ended | StepRecord | _Observation
 class Hub:
     """Takes records, never slows their producer, and answers questions about them."""
 
-    def __init__(self, *, model: str = "", version: str = "", otlp_endpoint: str = "", step_books: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        model: str = "",
+        version: str = "",
+        otlp_endpoint: str = "",
+        step_books: bool = True,
+        flight: Records | None = None,
+    ) -> None:
         """
         Raises ExportConfigError.
 
@@ -95,11 +105,14 @@ class Hub:
             model: what is served.
             version: ours.
             otlp_endpoint: what the command line says; empty: what the OTEL_* variables say.
-            step_books: whether the books of steps are checked; of several that hear of the same steps, by one.
+            step_books: whether the books of steps are checked, and the steps kept in the flight recorder; of several
+                that hear of the same steps, by one.
+            flight: the flight recorder; None: there is none.
         """
         self._models = (model,) if model else ()
         self._version = version
         self._step_books = step_books
+        self._flight = flight
         self._sink: Sink[_Item] = Sink(items_max=RECORDS_MAX)
         self._recent = Recent(requests_max=REQUESTS_MAX, steps_max=STEPS_MAX, live_max=LIVE_MAX)
         self._metrics = Metrics(models=self._models)
@@ -238,6 +251,8 @@ class Hub:
         self._pump_all()
         if self._export is not None:
             await self._export.stop(FLUSH_S)
+        if self._flight is not None:
+            self._flight.close()
 
     async def _pump_for_ever(self) -> None:
         sampled_ns = 0
@@ -268,10 +283,14 @@ class Hub:
             self._guard("books", self._check_request, item.record)
             self._guard("spans", self._trace, item)
             self._guard("logs", log_request, item.record)
+            if self._flight is not None:
+                self._guard("flight", self._flight.request, item.record)
         elif isinstance(item, StepRecord):
             self._guard("metrics", self._metrics.step, item)
             self._guard("recent", self._remember_step, item)
             self._guard("books", self._check_step, item)
+            if self._flight is not None and self._step_books:
+                self._guard("flight", self._flight.step, item)
         else:
             self._guard("metrics", self._observe, item)
 
@@ -318,18 +337,23 @@ class Hub:
                 restarts=replica.restarts,
                 silent_ns=max(0, now_ns - replica.heard_ns),
                 step=replica.current_step(now_ns, STALE_NS),
+                memory=replica.memory,
             )
             for number, replica in sorted(self._recent.replicas.items())
         )
-        span_drops = self._export.drops() if self._export is not None else {}
+        further = self._export.drops() if self._export is not None else {}
+        if self._flight is not None:
+            further["flight"] = self._flight.lost
         return View(
             replicas=tuple(replicas),
             upstreams=self._upstreams(),
             live=dict(Counter(live.route for live in self._recent.live.values())),
-            drops=self._drops | {"sink_full": self._sink.dropped, "log_lines": dropped_lines()} | span_drops,
+            drops=self._drops | {"sink_full": self._sink.dropped, "log_lines": dropped_lines()} | further,
             pending_records=len(self._sink),
             pending_spans=self._export.pending_spans() if self._export is not None else 0,
             resident_bytes=resident_bytes(),
+            starved_ns=self._runtime.starved_ns,
+            pressure_ns=host_pressure_ns(),
             loop_tasks=loop_tasks(),
             build=tuple((self._version, model) for model in self._models),
             limits=self._limits(),

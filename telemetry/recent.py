@@ -11,7 +11,7 @@ import msgspec
 
 from telemetry.evidence import Evidence
 from telemetry.live import LiveRequest
-from telemetry.records import RequestRecord, StepRecord
+from telemetry.records import MemoryReading, RequestRecord, StepRecord
 from telemetry.totals import GRAIN_NS, StepTotals
 from telemetry.vocabulary import OBSERVING_ROUTES
 
@@ -48,7 +48,7 @@ class Samples:
 class Replica:
     """What is known of one engine replica."""
 
-    __slots__ = ("block_slots", "connected", "epoch", "heard_ns", "last_step", "restarts")
+    __slots__ = ("block_slots", "connected", "epoch", "heard_ns", "last_step", "memory", "restarts")
 
     def __init__(self) -> None:
         self.connected: bool | None = None  # None: nobody has told us, so only its steps speak for it.
@@ -57,6 +57,7 @@ class Replica:
         self.restarts = 0
         self.heard_ns = 0
         self.last_step: StepRecord | None = None
+        self.memory: MemoryReading | None = None
 
     def is_up(self, now_ns: int, stale_ns: int) -> bool:
         """Connected, as the gateway says; where it says nothing, heard of within `stale_ns`."""
@@ -122,9 +123,10 @@ class Recent:
         if not self._totals or record.ended_ns - self._totals[-1].first_ns > GRAIN_NS:
             self._totals.append(StepTotals())
         self._totals[-1].add(record)
-        if record.memory is not None:
-            self.sampled(f"engine {record.replica}", heard_ns, record.memory.resident_bytes)
         replica = self._replica(record.replica)
+        if record.memory is not None:
+            replica.memory = record.memory
+            self.sampled(f"engine {record.replica}", heard_ns, record.memory.resident_bytes)
         replica.last_step = record
         replica.heard_ns = heard_ns
 

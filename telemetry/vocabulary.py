@@ -15,6 +15,7 @@ from telemetry.records import (
     EXCHANGES,
     GATEWAY_STATES,
     STEP_PARTS,
+    MemoryReading,
     RequestRecord,
     StepRecord,
 )
@@ -110,6 +111,10 @@ FAULTS = (
 _BEFORE_ENGINE = GATEWAY_STATES.index("dispatch") + 1
 STATES = GATEWAY_STATES[:_BEFORE_ENGINE] + ENGINE_STATES + GATEWAY_STATES[_BEFORE_ENGINE:]
 """All states in the order in which a life passes them."""
+WAITING_STATES = (*(state for state in ENGINE_STATES if state.startswith("queue_")), "preempted")
+MEMORIES = ("resident", "private", "heap_used", "heap_free")
+PRESSURES = ("cpu", "memory", "io")
+"""What the kernel keeps account of waiting for (PSI)."""
 UPSTREAM_RESULTS = ("complete", "refused", "rate_limited", "failed", "abandoned")
 """What comes of a request to an upstream; refused: it was the client's fault; abandoned: the client left, or we did."""
 KV_PLACES = ("free", "cached_idle", "filled", "tail", "lookahead", "fenced")
@@ -123,7 +128,10 @@ RANKS_MAX = 64
 LEVELS = ("organisation", "tenant", "key")
 """Whose limits hold for a request, widest first."""
 LIMITS = ("requests", "tokens", "concurrent", "spend")
-DROP_REASONS = ("sink_full", "live_full", "consumer_failed", "spans_queue_full", "spans_export_failed", "log_lines")
+DROP_REASONS = (
+    "sink_full", "live_full", "consumer_failed", "spans_queue_full", "spans_export_failed", "log_lines",
+    "flight",
+)  # fmt: skip
 
 LABELS: dict[str, tuple[str, ...]] = {
     "route": ROUTES,
@@ -132,6 +140,8 @@ LABELS: dict[str, tuple[str, ...]] = {
     "state": (*STATES, OTHER),
     "part": (*STEP_PARTS, *COMPUTE_PARTS, OTHER),
     "place": KV_PLACES,
+    "memory": MEMORIES,
+    "resource": PRESSURES,
     "book": BOOKS,
     "source": ("computed", "cached"),
     "verdict": ("accepted", "rejected"),
@@ -177,6 +187,7 @@ class ReplicaView:
     restarts: int
     silent_ns: int
     step: StepRecord | None
+    memory: MemoryReading | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +235,9 @@ class View:
     pending_records: int = 0
     pending_spans: int = 0
     resident_bytes: int = 0
+    starved_ns: int = 0
+    pressure_ns: dict[str, int] = field(default_factory=dict)
+    """Of this machine, by PRESSURES; empty: the kernel does not say."""
     loop_tasks: int = 0
     """Tasks of the event loop: what a request leaves behind would show here."""
     workers: int = 1

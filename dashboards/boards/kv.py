@@ -62,6 +62,13 @@ _POOL = Row(
             lines=(Line(share(HERE.rate(_SPENT, state="queue_kv_full"), HERE.rate(_SPENT)), "queue_kv_full"),),
         ),
         Panel(
+            title="Waiting sequences, by reason",
+            description="Now: what those wait for that are not in the batch.",
+            unit="short",
+            lines=(Line(HERE.now("pellucid_engine_waits", "state"), "{{state}}"),),
+            stacked=True,
+        ),
+        Panel(
             title="Preemptions a second",
             description="Sequences whose KV was taken away for others.",
             unit="short",
@@ -100,6 +107,16 @@ _PREFIX = Row(
                 ),
             ),
             most=1,
+        ),
+        Panel(
+            title="What repeats, and what of it was cached",
+            description="Prompt tokens a second that an earlier prompt began with, too, and those found in a cache: "
+            "between the lines is what a larger one would find.",
+            unit="short",
+            lines=(
+                Line(HERE.rate("pellucid_request_repeated_tokens_total"), "repeated"),
+                Line(HERE.rate("pellucid_engine_cached_tokens_total"), "cached"),
+            ),
         ),
         Panel(
             title="Cached tokens a second",

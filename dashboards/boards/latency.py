@@ -7,7 +7,10 @@ from telemetry.vocabulary import GENERATING_ROUTES
 
 _SPENT = "pellucid_request_state_seconds_total"
 _QUEUED = ("queue_batch_full", "queue_kv_full", "queue_token_budget", "queue_fairness")
-_GATEWAY = ("parse", "tokenize", "dispatch", "deliver", "send", "send_blocked", "finalize")
+_GATEWAY = (
+    "auth", "parse", "tokenize", "limit", "route", "dispatch",
+    "deliver", "detokenize", "send", "send_blocked", "finalize",
+)  # fmt: skip
 _ENDED = "pellucid_request_duration_seconds_count"
 
 _LEDGER = Row(
@@ -19,6 +22,23 @@ _LEDGER = Row(
             "stack is the mean duration, exactly.",
             unit="s",
             lines=(Line(share(HERE.rate(_SPENT, "state"), HERE.rate(_ENDED), each="state"), "{{state}}"),),
+            stacked=True,
+            width=24,
+        ),
+        Panel(
+            title="Where the time to the first token goes",
+            description="Mean time in each state up to the first output token; the stack is the mean time to it.",
+            unit="s",
+            lines=(
+                Line(
+                    share(
+                        HERE.rate("pellucid_request_first_token_state_seconds_total", "state"),
+                        HERE.rate("pellucid_request_time_to_first_token_seconds_count"),
+                        each="state",
+                    ),
+                    "{{state}}",
+                ),
+            ),
             stacked=True,
             width=24,
         ),

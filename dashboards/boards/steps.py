@@ -101,6 +101,35 @@ _TIME = Row(
     ),
 )
 
+_DISTURBED = Row(
+    "What disturbs the engines",
+    (
+        Panel(
+            title="Garbage collection, and threads without a processor",
+            description="Seconds a second, of all threads of the engines: they overlap with the parts of steps.",
+            unit="s",
+            lines=(
+                Line(HERE.rate("pellucid_engine_gc_pause_seconds_total", *REPLICA), f"{REPLICA_LEGEND}, collection"),
+                Line(HERE.rate("pellucid_engine_starved_seconds_total", *REPLICA), f"{REPLICA_LEGEND}, no processor"),
+                Line(HERE.rate("pellucid_gateway_starved_seconds_total", "instance"), "{{instance}} gateway"),
+            ),
+        ),
+        Panel(
+            title="Pressure on the machine",
+            description="Share of the time in which something waited for a processor, for memory or for a disk (PSI).",
+            unit="percentunit",
+            lines=(Line(HERE.rate("pellucid_host_pressure_seconds_total", "instance", "resource"), "{{resource}}"),),
+            most=1,
+        ),
+        Panel(
+            title="Memory below the KV pool",
+            description="Of rank 0. `heap_free` is what the C library keeps in pieces: fragmentation, if it grows.",
+            unit="bytes",
+            lines=(Line(HERE.now("pellucid_engine_memory_bytes", *REPLICA, "memory"), REPLICA_LEGEND + " {{memory}}"),),
+        ),
+    ),
+)
+
 _RANKS = Row(
     "Between ranks",
     (
@@ -174,5 +203,5 @@ BOARD = Board(
     "pellucid-steps",
     "Engine steps",
     "Inside a step: its parts sum to it.",
-    (_TIME, _RANKS),
+    (_TIME, _DISTURBED, _RANKS),
 )

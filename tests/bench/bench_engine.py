@@ -37,7 +37,7 @@ from engine.loop import Loop
 from engine.scheduler import Scheduler
 from launch.known import DEFAULT_MODEL
 from launch.options import read_options
-from launch.serve import PACKED, engine_options
+from launch.serve import engine_options
 from launch.store import Model, Store, data_dir
 from quant.formats.checkpoint import open_checkpoint
 from telemetry.records import STEP_PARTS, StepRecord
@@ -255,7 +255,7 @@ def options_of(model: Path, settings: list[str]) -> EngineOptions:
     """What `pellucid serve` would tell the engine, with the same room for keys and values as the prototype has."""
     serve = read_options({"speculative": "off", **dict(setting.split("=", 1) for setting in settings)}, {})
     data = data_dir("", dict(os.environ))
-    options = engine_options(serve, Model(path=model, name="bench"), data / PACKED, 0)
+    options = engine_options(serve, Model(path=model, name="bench"), data, 0)
     form = choose_form(open_checkpoint(model), options)
     block = block_bytes(form.checkpoint.architecture, form.dtype, form.kv_dtype)
     kv_bytes = SLOTS // BLOCK_SLOTS * block

@@ -13,7 +13,7 @@ import pytest
 
 from engine.config import EngineOptions
 from gateway.config import GatewayOptions
-from launch import address, fleet, probe, run_dir, serve, valkey
+from launch import address, fleet, probe, run_dir, serve
 from launch.errors import UserError
 from launch.options import OPTIONS, RANKS_MAX, ServeOptions, read_options
 from launch.sizes import KvMemory
@@ -32,11 +32,10 @@ def model(tmp_path: Path) -> Model:
 
 
 def told(options: ServeOptions, model: Model) -> tuple[EngineOptions, GatewayOptions]:
-    alone = serve.engine_options(options, model, Path("/data/packed"), 64 * MIB)
+    alone = serve.engine_options(options, model, Path("/data"), 64 * MIB)
     engine = fleet.all_engines(alone, options, Path("/run"))[-1]
-    pepper = valkey.pepper_file(options, Path("/data"))
     with address.bound("127.0.0.1", 0, "--port") as listener:
-        gateway = serve.gateway_options(options, model, listener, (engine.listen,), pepper)
+        gateway = serve.gateway_options(options, model, listener, (engine.listen,), Path("/data"))
     gateway = msgspec.structs.replace(gateway, port=8001, listener=7)  # whatever they were
     return engine, fleet.all_workers(gateway, options, Path("/run"))[-1]
 
@@ -84,6 +83,7 @@ GIVEN = {
     "drain": "12",
     "cors_origin": "http://a",
     "otlp_endpoint": "http://b",
+    "flight_memory": "1MiB",
     "log_level": "debug",
     "log_format": "json",
 }
@@ -104,9 +104,9 @@ def test_both_processes_know_the_same_model(model: Model) -> None:
 
 def test_the_draft_model_reaches_the_engine_and_is_counted(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     options = read_options({"kv_memory": "64MiB"}, {})
-    engine = serve.engine_options(options, model, Path("/data/packed"), 64 * MIB, model)
+    engine = serve.engine_options(options, model, Path("/data"), 64 * MIB, model)
     assert engine.draft_model == str(model.path)
-    assert serve.engine_options(options, model, Path("/data/packed"), 64 * MIB).draft_model == ""
+    assert serve.engine_options(options, model, Path("/data"), 64 * MIB).draft_model == ""
     monkeypatch.setattr(serve, "available_bytes", lambda: 64 * MIB + model.size_bytes)
     serve.check_memory(options, model)
     with pytest.raises(UserError, match="at least 8 KiB for the weights"):
@@ -164,7 +164,7 @@ def test_replicas_share_memory_and_have_their_own_names_and_sockets(
 ) -> None:
     monkeypatch.setattr(fleet, "usable_cpus", lambda: tuple(range(7)))
     options = read_options({"replicas": "3", "kv_memory": "64MiB"}, {})
-    engines = fleet.all_engines(serve.engine_options(options, model, Path("/p"), 64 * MIB), options, Path("/run"))
+    engines = fleet.all_engines(serve.engine_options(options, model, Path("/data"), 64 * MIB), options, Path("/run"))
     assert [engine.replica for engine in engines] == [0, 1, 2]
     assert [engine.listen for engine in engines] == [f"unix:/run/engine-{replica}.sock" for replica in range(3)]
     assert {engine.kv_memory_bytes for engine in engines} == {64 * MIB // 3}
@@ -182,7 +182,7 @@ def test_ranks_have_processors_of_their_own_within_their_replicas(
 ) -> None:
     monkeypatch.setattr(fleet, "usable_cpus", lambda: tuple(range(4)))
     options = read_options({"replicas": "2", "tensor_parallel": "2", "kv_memory": "64MiB"}, {})
-    engines = fleet.all_engines(serve.engine_options(options, model, Path("/p"), 64 * MIB), options, Path("/run"))
+    engines = fleet.all_engines(serve.engine_options(options, model, Path("/data"), 64 * MIB), options, Path("/run"))
     assert [engine.rank_cpus for engine in engines] == [((0,), (1,)), ((2,), (3,))]
     assert [engine.threads for engine in engines] == [1, 1]
     assert {(engine.kv_memory_bytes, engine.tensor_parallel) for engine in engines} == {(32 * MIB, 2)}

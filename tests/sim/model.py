@@ -16,11 +16,12 @@ from engine.config import SchedulerConfig
 from engine.device.drafting import DraftModel
 from engine.device.fake import FakeRunner, next_token
 from engine.draft_model import ModelSpeculator
-from engine.journal import Applied, Committed, Drafted, Entry, Planned, Wished
+from engine.journal import Applied, Committed, Entry, Notes, Planned
 from engine.outcome import Outcome
 from engine.plan import DraftResult, SampleSpec, Slice, StepPlan
 from engine.scheduler import Scheduler
 from engine.sequence import uniform
+from engine.snapshot import Snapshot, capture
 from engine.speculate import Speculation
 from telemetry.records import RequestRecord
 from tests.sim.guesses import Generous, Guesser
@@ -71,7 +72,9 @@ class Simulation:
         drafts: bool = False,
         model: bool = False,
         shares: bool = False,
+        snapshots: float = 0.0,
     ) -> None:
+        """`snapshots`: how often one stands in the journal, per step; one always begins it."""
         self.random, self.seed = random.Random(seed), seed
         pick = self.random
         self.config = SchedulerConfig(
@@ -115,6 +118,9 @@ class Simulation:
         self.now_ns = 1_000
         self.rush_ns = pick.choice((1, 10_000_000, 100_000_000))  # everybody comes within it
         self.journal: list[Entry] = []
+        self.outcomes: list[Outcome] = []
+        self.notes, self.snapshots, self.photographer = Notes(), snapshots, random.Random(seed)
+        self._snapshot()
         self.faulty, self.index = set[int](), set[bytes]()  # sequence numbers; names that an index has been told
         self.totals = dict.fromkeys(TOTALS, 0)
         self.clients = [self._client(index) for index in range(requests or pick.choice((1, 5, 20, 60)))]
@@ -149,7 +155,7 @@ class Simulation:
             self._draft(self.drafter)
         plan = self.scheduler.plan(self.now_ns)
         held = sum(len(sequence.blocks) for sequence in self.scheduler.running)
-        self.journal.append(Planned(plan, self.now_ns))
+        self.journal.append(Planned(self.notes.note(plan), self.now_ns))
         assert plan.tokens <= self.config.tokens_step_max
         self.scheduler.check()
         check_sight(self.scheduler, self.now_ns)
@@ -160,11 +166,20 @@ class Simulation:
         self.totals["block_ns"] += held * (self.now_ns - before_ns)
         result = self.device.run(plan)
         outcome = self.scheduler.commit(plan, result, self.now_ns)
-        self.journal.append(Committed(result, self.now_ns))
+        self.journal.append(Committed(result, self.now_ns, outcome.draft_rejected_share))
+        self.outcomes.append(outcome)
+        if self.photographer.random() < self.snapshots:
+            self._snapshot()
         self.scheduler.check()
         check_sight(self.scheduler, self.now_ns)
         self._take(outcome)
         self._count_rows(plan, outcome, aborts=aborts)
+
+    def _snapshot(self) -> None:
+        """As a journal on disk would have it: what comes later does not change it."""
+        encoded = msgspec.msgpack.encode(capture(self.scheduler))
+        self.journal.append(msgspec.msgpack.decode(encoded, type=Snapshot))
+        self.notes = Notes()
 
     def _draft_model(self, pick: random.Random) -> DraftModel:
         """The same hashes in a small pool of its own; sometimes there are no numbers."""
@@ -186,11 +201,9 @@ class Simulation:
     def _draft(self, drafter: DraftModel) -> None:
         """As the engine's loop does."""
         plan = self.scheduler.wishes()
-        self.journal.append(Wished(plan))
         self.scheduler.check()
         if plan.slices:
             result = DraftResult(failed=True) if self.random.random() < 0.002 else drafter.draft(plan)
-            self.journal.append(Drafted(result))
             self.scheduler.drafted(plan, result)
             self.scheduler.check()
 

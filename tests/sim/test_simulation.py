@@ -45,7 +45,7 @@ def test_a_draft_model_changes_no_token_and_no_book(pressure: bool) -> None:
         rejected += world.totals["drafted"] - world.totals["accepted"]
         preemptions += sum(client.record.preemptions for client in world.clients if client.record)
         if seed % 4 == 0:
-            assert replay(world.config, world.journal, world.guesser()) is None
+            assert replay(world.journal) is None
     assert accepted > 100 and rejected > 100 and preemptions > 10
 
 
@@ -59,7 +59,7 @@ def test_shares_keep_nobody_waiting_for_ever(pressure: bool) -> None:
         begun = [piece.sequence for one in world.journal if isinstance(one, Planned) for piece in one.plan.slices]
         overtaken += begun != sorted(begun)
         if seed % 4 == 0:
-            assert replay(world.config, world.journal) is None
+            assert replay(world.journal) is None
     assert overtaken > 50
 
 
@@ -137,13 +137,13 @@ def test_preemption_always_comes_to_an_end() -> None:
 @pytest.mark.parametrize("seed", range(50))
 def test_a_journal_replays_to_the_same_plans(seed: int) -> None:
     world = Simulation(seed).run()
-    assert replay(world.config, world.journal) is None
+    assert replay(world.journal) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_journal_with_drafts_replays_to_the_same_plans(seed: int) -> None:
     world = Simulation(seed, drafts=True).run()
-    assert replay(world.config, world.journal, world.guesser()) is None
+    assert replay(world.journal) is None
 
 
 def test_a_journal_names_the_first_step_that_differs() -> None:
@@ -153,7 +153,7 @@ def test_a_journal_names_the_first_step_that_differs() -> None:
     assert isinstance(entry, Planned)
     changed = type(entry.plan)(step_id=entry.plan.step_id, slices=entry.plan.slices[1:])
     journal = [*world.journal[:index], Planned(changed, entry.now_ns), *world.journal[index + 1 :]]
-    divergence = replay(world.config, journal)
+    divergence = replay(journal)
     assert divergence is not None
     assert divergence.recorded == changed
     assert divergence.replayed == entry.plan

@@ -79,7 +79,7 @@ TABLE = (
     ),
     Row(
         "engine shell",
-        ("engine.loop", "engine.server", "engine.strangers", "engine.group", "engine.__main__"),
+        ("engine.loop", "engine.recorder", "engine.server", "engine.strangers", "engine.group", "engine.__main__"),
         ("engine", "telemetry"),
         ("litestar", *STORES),
     ),
@@ -144,9 +144,26 @@ TABLE = (
         ("torch", "litestar", "uvicorn", "transformers", "opentelemetry", "prometheus_client", *STORES),
     ),
     Row(
+        "flight",
+        ("flight",),
+        (
+            "flight",
+            "engine core",
+            "engine.recorder",
+            "telemetry",
+            "telemetry leaf",
+            "launch.errors",
+            "launch.flags",
+            "launch.parse",
+            "launch.sizes",
+            "launch.store",
+        ),
+        ("torch", "litestar", "uvicorn", "transformers", "opentelemetry", "prometheus_client", *STORES),
+    ),
+    Row(
         "command line",
         ("pellucid",),
-        ("launch", "quant.command", "bench.command", "dashboards.command"),
+        ("launch", "quant.command", "bench.command", "dashboards.command", "flight.command"),
         ("torch", "litestar", "uvicorn", "transformers"),
     ),
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from telemetry.catalogue import CATALOGUE
 from telemetry.metrics import Metrics
 from telemetry.numbers import Numbers, exposition, join
-from telemetry.records import KvBook, RequestRecord, StepRecord
+from telemetry.records import KvBook, MemoryReading, RequestRecord, StepRecord
 from telemetry.vocabulary import LimitsView, Metric, ReplicaView, UpstreamView, View
 from tests.contract.telemetry.records_strategy import MODEL, UPSTREAM, request_records, step_records
 from tests.contract.telemetry.test_metrics import Series, read, total
@@ -177,7 +177,9 @@ STEP = StepRecord(step_id=1, ended_ns=0, step_ns=0, parts={}, running=2, waiting
 
 def everything(*, up: bool = True) -> View:
     return View(
-        replicas=(ReplicaView(replica=0, up=up, restarts=1, silent_ns=250_000_000, step=STEP),),
+        replicas=(
+            ReplicaView(0, up=up, restarts=1, silent_ns=250_000_000, step=STEP, memory=MemoryReading(5, 4, 3, 2)),
+        ),
         upstreams=(UpstreamView(name=UPSTREAM, up=up, in_flight=1, results={}),),
         live={"/v1/completions": 2},
         pending_records=3,
