@@ -7,6 +7,8 @@ import { FINE, OUTCOMES, count, requestOf, share, shortId, stateKind, stateWords
 const WHY_AGAIN_MS = 3000; // of one in flight
 const OTHERS_SHOWN = 8;
 
+const sentence = (words, end = ".") => words.charAt(0).toUpperCase() + words.slice(1) + (words.endsWith(end) ? "" : end);
+
 export class Detail {
   constructor(model) {
     this.model = model;
@@ -134,12 +136,14 @@ export class Detail {
       const facts = [time(one.ns), share(one.share)];
       if (one.baseline_ns !== null && one.baseline_ns !== undefined) facts.push(`usually ${time(one.baseline_ns)}`);
       if (one.estimate) facts.push("an estimate");
-      const change = one.change ? [make("span", { class: "change" }, `To change: ${one.change}`)] : [];
-      return make("li", {}, make("strong", {}, one.title ?? one.cause.replaceAll("_", " ")), `: ${facts.join(" · ")}. ${one.words}`, ...change);
+      const lines = [sentence(one.words), ...(one.change ? [`To change: ${one.change}.`] : [])];
+      const title = make("strong", {}, sentence(one.title ?? one.cause.replaceAll("_", " "), ""));
+      return make("li", {}, title, ` ${facts.join(" · ")}`, ...lines.map((line) => make("span", { class: "line" }, line)));
     });
     $("why-causes").replaceChildren(...causes);
     $("why-others").replaceChildren(...this.others(found?.others ?? []));
-    $("why-not").replaceChildren(...(found?.not ?? []).map((one) => make("li", {}, `Not: ${one.words}`)));
+    const not = (found?.not ?? []).map((one) => one.words);
+    say($("why-not"), not.length ? `Looked at and ruled out: ${not.join("; ")}.` : "");
     for (const part of ["why-causes", "why-others", "why-not"]) show($(part), $(part).textContent !== "");
   }
 }

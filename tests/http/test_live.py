@@ -232,6 +232,7 @@ def test_there_are_only_so_many_viewers(watched: tuple[LiveGateway, ShellEngine]
         assert refused.status_code == 503 and refused.headers["retry-after"]
         assert refused.json()["error"]["code"] == "overloaded"
         assert f"{VIEWERS_MAX} viewers" in refused.json()["error"]["message"]
+    until(lambda: not gateway.application.gateway.live.viewers, "all have left")
     with looking(gateway) as events:
         assert next(events)["whole"]
 
