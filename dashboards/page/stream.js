@@ -55,8 +55,12 @@ export class Stream {
     let words = "the connection is gone";
     try {
       const answer = await fetch("/debug/live", { headers: key.headers(), signal: control.signal, cache: "no-store" });
-      if (answer.ok) await this.read(answer.body.getReader(), control);
-      else words = await this.refused(answer);
+      if (answer.ok) {
+        await this.read(answer.body.getReader(), control);
+        if (this.control === control && this.tries++ === 0) return this.open(); // a stream ends after a while, without a trouble
+      } else {
+        words = await this.refused(answer);
+      }
       if (words === null) return;
     } catch (error) {
       if (error instanceof SyntaxError) throw error; // ours

@@ -162,6 +162,26 @@ async def test_who_pauses_costs_nothing_and_who_wants_no_motion_sees_none(applia
             await asyncio.sleep(0.02)  # Its server has a clock of its own.
     await tab.click("#pause")
     await tab.until(LIVE)
+    await tab.evaluate("Object.defineProperty(document, 'visibilityState', { value: 'hidden', configurable: true })")
+    await tab.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    await tab.until(f"{STATE} === 'paused'", "a page that nobody sees asks for nothing")
+    await tab.evaluate("delete document.visibilityState")
+    await tab.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    await tab.until(LIVE)
+
+
+async def test_a_stream_that_ends_in_its_time_is_followed_by_another(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.live.STREAM_S_MAX", 1.2)
+    with small_gateway() as (gateway, _):
+        await show(tab, gateway.url)
+        await tab.evaluate(
+            "window.states = new Set(); const one = document.getElementById('state');"
+            "new MutationObserver(() => states.add(one.dataset.state)).observe(one, { attributes: true })"
+        )
+        await tab.until("document.documentElement.dataset.event > 9")
+        assert await tab.evaluate("[...states].sort()") == ["live", "opening"]
+    await tab.until(f"{STATE} === 'lost'")
+    tab.complaints.clear()  # its gateway is gone
 
 
 async def test_a_key_is_asked_for_and_kept_for_this_tab(tab: Tab) -> None:
