@@ -16,6 +16,7 @@ import click
 
 from bench.command import bench
 from dashboards.command import dashboards
+from diagnosis.command import doctor, why
 from flight.command import flight
 from launch.errors import UserError
 from launch.flags import ENGINE_OPTIONS, flags, options_of
@@ -101,9 +102,11 @@ def _on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
 
 cli.add_command(bench)
 cli.add_command(dashboards)
+cli.add_command(doctor)
 cli.add_command(flight)
 cli.add_command(keys)
 cli.add_command(quantize)
+cli.add_command(why)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

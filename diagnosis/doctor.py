@@ -13,8 +13,8 @@ import msgspec
 
 from diagnosis.causes import BY_NAME
 from diagnosis.slope import slope
-from diagnosis.split import Shares, Split, split
-from diagnosis.why import duration, shares_of
+from diagnosis.split import Shares, Split, shares_over, split
+from diagnosis.why import duration
 from telemetry.evidence import Evidence, Memory
 from telemetry.records import RequestRecord
 
@@ -27,8 +27,13 @@ CROWD_NS = 150_000_000
 """The same for what others' work does: where several are served, some of that is as it should be."""
 CROWD = ("neighbours", "concurrency", "step_tokens", "cpu_starvation")
 GROWTH_BYTES_PER_S_MIN = 300_000.0
-LASTS_S = 86_400.0
-"""Memory that would last for longer than that is not reported."""
+GROWTH_BYTES_MIN = {"gateway": 128_000_000}
+"""In all, before it is worth a word: a gateway remembers requests and steps, up to so much."""
+GROWTH_BYTES_ELSE = 8_000_000
+NO_ENGINE = ("no_healthy_engine", "engine_lost")
+UNSERVED_MIN = 3
+SHOWN_MAX = 5
+"""Requests of a tail that are named."""
 
 
 class Quantity(msgspec.Struct, frozen=True):
@@ -55,6 +60,14 @@ class Tail(msgspec.Struct, frozen=True):
     requests: tuple[str, ...]
 
 
+class Carried(msgspec.Struct, frozen=True):
+    """What a cause carries of one quantity of the slowest."""
+
+    share: float
+    felt_ns: int  # of one request, on average
+    quantity: str  # in words
+
+
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """One cause, as the doctor reports it."""
 
@@ -79,27 +92,27 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def examine(evidence: Evidence) -> Report:
     """Look at all of it; the first finding carries most."""
-    carried: dict[str, dict[str, float]] = {}
-    felt: dict[str, int] = {}
+    carried: dict[str, dict[str, Carried]] = {}
     tails: dict[str, Tail] = {}
+    usual = shares_over(evidence)
     for quantity in QUANTITIES:
-        measured = [one for one in evidence.requests if quantity.amount(one) > 0 and one.route and not _left(one)]
+        measured = [one for one in evidence.requests if quantity.amount(one) > 0 and one.route and not _failed(one)]
         measured.sort(key=quantity.amount, reverse=True)
         for tail, quantile in TAILS.items():
-            slowest = measured[: max(1, len(measured) - ceil(quantile * len(measured)) + 1)] if measured else []
+            slowest = measured[: max(1, len(measured) - ceil(quantile * len(measured)) + 1)]
             if not slowest:
                 continue
             name = f"{quantity.name}_{tail}"
-            tails[name] = Tail(quantity.amount(slowest[-1]), tuple(one.request_id for one in slowest[:5]))
-            parts = _joined(_taken_apart(one, quantity, evidence) for one in slowest)
+            tails[name] = Tail(quantity.amount(slowest[-1]), tuple(one.request_id for one in slowest[:SHOWN_MAX]))
+            parts = _joined(_taken_apart(one, quantity, usual, evidence) for one in slowest)
             whole = max(1, sum(parts.values()))
             for cause, spent_ns in parts.items():
-                if spent_ns >= CARRIES * whole and spent_ns / len(slowest) >= _least(cause):
-                    carried.setdefault(cause, {})[name] = spent_ns / whole
-                    felt[cause] = max(felt.get(cause, 0), spent_ns // len(slowest))
-    faults = [name for name in carried if not BY_NAME[name].ordinary]
-    found = [_diagnosis(name, carried[name], felt[name], evidence) for name in faults]
-    found += _memory(evidence)
+                felt_ns = spent_ns // len(slowest)
+                if spent_ns >= CARRIES * whole and felt_ns >= _least(cause) and not BY_NAME[cause].ordinary:
+                    shown = f"the {quantity.title} at {tail}"
+                    carried.setdefault(cause, {})[name] = Carried(spent_ns / whole, felt_ns, shown)
+    found = [_diagnosis(name, shares, evidence) for name, shares in carried.items()]
+    found += [*_unserved(evidence, carried), *_memory(evidence)]
     return Report(
         window_s=evidence.window_ns / 1e9,
         requests=len(evidence.requests),
@@ -109,20 +122,18 @@ def examine(evidence: Evidence) -> Report:
     )
 
 
-def _left(record: RequestRecord) -> bool:
-    """Who was refused has no time worth a word."""
-    return 400 <= record.status < 499
+def _failed(record: RequestRecord) -> bool:
+    """Who was refused was not slow; who left may have left because it was."""
+    return record.status >= 400 and record.status != 499
 
 
 def _least(cause: str) -> int:
     return CROWD_NS if cause in CROWD else FELT_NS
 
 
-def _taken_apart(record: RequestRecord, quantity: Quantity, evidence: Evidence) -> Split:
-    shares = Shares.over(evidence.totals, evidence.facts)
-    if quantity.name == "gap":
-        step = evidence.steps.get((record.replica, record.gap_step))
-        shares = shares_of([step], evidence) if step is not None else shares
+def _taken_apart(record: RequestRecord, quantity: Quantity, usual: Shares, evidence: Evidence) -> Split:
+    step = evidence.steps.get((record.replica, record.gap_step)) if quantity.name == "gap" else None
+    shares = usual if step is None else shares_over(evidence, [step])
     return split(quantity.states(record), record, shares, evidence)
 
 
@@ -134,19 +145,38 @@ def _joined(splits: Iterable[Split]) -> Split:
     return whole
 
 
-def _diagnosis(name: str, carried: dict[str, float], felt_ns: int, evidence: Evidence) -> Diagnosis:
+def _diagnosis(name: str, carried: Mapping[str, Carried], evidence: Evidence) -> Diagnosis:
     cause = BY_NAME[name]
-    where, share = max(carried.items(), key=lambda one: one[1])
+    most = max(carried.values(), key=lambda one: one.share)
     about = "about " if cause.estimated else ""
     return Diagnosis(
         cause=name,
         title=cause.title,
-        share=share,
-        quantities=carried,
-        words=f"{about}{share:.0%} of the {where.replace('_', ' ')}, {duration(felt_ns)} of a request: {cause.words}",
+        share=most.share,
+        quantities={quantity: one.share for quantity, one in carried.items()},
+        words=f"{about}{most.share:.0%} of {most.quantity}, {duration(most.felt_ns)}, went because {cause.words}",
         evidence=_numbers(name, evidence),
         change=cause.change(evidence),
     )
+
+
+def _unserved(evidence: Evidence, carried: Mapping[str, object]) -> Sequence[Diagnosis]:
+    """Requests that failed because there was no engine; they were quick, and nobody's tail."""
+    failed = sum(one.outcome in NO_ENGINE for one in evidence.requests)
+    if failed < UNSERVED_MIN or "cold_start" in carried:
+        return ()
+    cause = BY_NAME["cold_start"]
+    return [
+        Diagnosis(
+            cause=cause.name,
+            title=cause.title,
+            share=failed / len(evidence.requests),
+            quantities={},
+            words=f"{failed} of {len(evidence.requests)} requests failed, because there was no engine",
+            evidence={"failed_requests": failed, "engine_starts": evidence.starts},
+            change=cause.change(evidence),
+        )
+    ]
 
 
 def _numbers(name: str, evidence: Evidence) -> dict[str, EvidenceValue]:
@@ -211,5 +241,7 @@ def _memory(evidence: Evidence) -> Sequence[Diagnosis]:
 def _growth(memory: Memory) -> Iterable[tuple[float, float, str, int]]:
     for process, samples in memory.items():
         interval = slope([(at_ns / 1e9, float(size)) for at_ns, size in samples])
-        if interval is not None and interval[0] >= GROWTH_BYTES_PER_S_MIN:
+        grown = samples[-1][1] - samples[0][1] if samples else 0
+        enough = grown >= GROWTH_BYTES_MIN.get(process, GROWTH_BYTES_ELSE)
+        if enough and interval is not None and interval[0] >= GROWTH_BYTES_PER_S_MIN:
             yield *interval, process, samples[-1][1]

@@ -6,11 +6,11 @@ is shared out by what the steps were spent on (`Shares`): an estimate.  What ove
 a late event loop, threads without a processor) is taken out of the states of its process.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from telemetry.evidence import Evidence, Facts
-from telemetry.records import RequestRecord
+from telemetry.evidence import Evidence
+from telemetry.records import RequestRecord, StepRecord
 from telemetry.totals import StepTotals
 
 Split = dict[str, int]
@@ -29,6 +29,12 @@ FRAGMENTED = 0.3
 REPEATED_TOKENS_MIN = 32
 FULL_STEPS = 0.4
 """Of all rows those in steps that had as many as any: from here on the window decides, and not the load."""
+STARVED = 0.35
+"""Of busy time, a thread of an engine has no processor for so long where gateway and clients use the same ones."""
+TRANSFER = 0.3
+"""Of busy time, exchanges take so long between ranks that use the same processors: what is beyond it is the wire."""
+ONE_RANK = 0.5
+"""By so much of all lateness one rank must be later than the others together."""
 FLOAT_WASTE = 0.5
 """Of products with weights of 16 bits, what those of 8 save where reading them is what takes the time."""
 
@@ -42,43 +48,64 @@ class Shares:
     """Of a full step, what it costs whatever its rows are; 0 where the window does not decide."""
     prompts: float = 0.0
     """Of the rows, those of prompts."""
+    missed: float = 0.0
+    """Of the prompts that were computed, what a prefix cache could have had."""
 
-    @staticmethod
-    def over(totals: StepTotals, facts: Facts, line: StepTotals | None = None) -> "Shares":
-        """
-        Over some steps.
 
-        Args:
-            totals: theirs.
-            facts: of the system.
-            line: more steps, if these are too few to tell what is fixed.
-        """
-        busy_ns = totals.busy_ns
-        if busy_ns <= 0:
-            return Shares()
-        late = sorted(totals.late_ranks.values())
-        spent = {
-            "garbage_collection": float(totals.gc_pause_ns),
-            "cpu_starvation": totals.starved_ns / max(1, facts.threads * facts.ranks),
-            # Ranks that are late in turns disturb each other; one that is late all the time is a straggler.
-            "straggler": float(late[-1] - sum(late[:-1])) if late else 0.0,
-            "interconnect": float(totals.parts.get("interconnect_transfer", 0)),
-            "speculation": totals.draft_rejected_ns + _wrong(totals) * totals.parts.get("draft", 0),
-            "dequantize": FLOAT_WASTE * totals.parts.get("compute", 0) if facts.why_torch else 0.0,
-        }
-        shares: dict[str, float] = {}
-        left = 1.0
-        for name, amount_ns in spent.items():
-            shares[name] = min(left, max(0.0, amount_ns / busy_ns))
-            left -= shares[name]
-        whole = line or totals
-        full = totals.tokens and totals.full_tokens / totals.tokens > FULL_STEPS
-        fixed = whole.fixed_share() if full and totals.prefill_tokens else 0.0
-        return Shares(shares, fixed, totals.prefill_tokens / totals.tokens if totals.tokens else 0.0)
+def shares_over(evidence: Evidence, steps: Iterable[StepRecord] | None = None) -> Shares:
+    """Over all of it, or over these steps; what single steps cannot tell is taken from all of them."""
+    whole, facts = evidence.totals, evidence.facts
+    totals = whole
+    if steps is not None:
+        totals = StepTotals()
+        for step in steps:
+            totals.add(step)
+    busy_ns = totals.busy_ns
+    if busy_ns <= 0:
+        return Shares()
+    spent = {
+        "garbage_collection": float(totals.gc_pause_ns),
+        "cpu_starvation": totals.starved_ns - STARVED * busy_ns,
+        "straggler": _late_ns(totals, whole),
+        "interconnect": totals.parts.get("interconnect_transfer", 0) - TRANSFER * busy_ns,
+        "speculation": totals.draft_rejected_ns + _wrong(totals) * totals.parts.get("draft", 0),
+        "dequantize": FLOAT_WASTE * totals.parts.get("compute", 0) if facts.why_torch else 0.0,
+    }
+    shares: dict[str, float] = {}
+    left = 1.0
+    for name, amount_ns in spent.items():
+        shares[name] = min(left, max(0.0, amount_ns / busy_ns))
+        left -= shares[name]
+    full = totals.tokens and totals.full_tokens / totals.tokens > FULL_STEPS
+    fixed = whole.fixed_share() if full and totals.prefill_tokens else 0.0
+    prompts = totals.prefill_tokens / totals.tokens if totals.tokens else 0.0
+    return Shares(shares, fixed, prompts, _missed(evidence.requests))
+
+
+def _late_ns(totals: StepTotals, whole: StepTotals) -> float:
+    """What one rank kept the others waiting; ranks that are late in turns only disturb each other."""
+    late = whole.late_ranks
+    if not late or 2 * max(late.values()) - sum(late.values()) < ONE_RANK * sum(late.values()):
+        return 0.0
+    return float(totals.late_ranks.get(max(late, key=late.__getitem__), 0))
 
 
 def _wrong(totals: StepTotals) -> float:
     return totals.draft_rejected_tokens / totals.drafted_tokens if totals.drafted_tokens else 0.0
+
+
+def _missed(records: Iterable[RequestRecord]) -> float:
+    computed = missed = 0
+    for record in records:
+        computed += record.computed_tokens
+        missed += missed_tokens(record)
+    return missed / computed if computed else 0.0
+
+
+def missed_tokens(record: RequestRecord) -> int:
+    """Of its prompt, what was computed although an earlier prompt had begun with it."""
+    missed = min(record.repeated_tokens - record.cached_tokens, record.computed_tokens)
+    return missed if missed >= REPEATED_TOKENS_MIN else 0
 
 
 def split(states: Mapping[str, int], record: RequestRecord, shares: Shares, evidence: Evidence) -> Split:
@@ -137,29 +164,20 @@ def _computed(
         _add(found, cause, taken_ns)
         left_ns -= taken_ns
     if state == "prefill":
-        again_ns = int(left_ns * _repeated(record))
-        _add(found, _prefix(evidence), again_ns)
-        left_ns -= again_ns
-        fixed_ns = int(left_ns * shares.fixed)
-        _add(found, "step_tokens", fixed_ns)
-        _add(found, "prompt", left_ns - fixed_ns)
-    elif state == "decode":
-        others_ns = int(left_ns * shares.prompts)
-        _add(found, "neighbours", others_ns)
+        again_ns = left_ns * missed_tokens(record) // max(1, record.computed_tokens)
+        fixed_ns = int((left_ns - again_ns) * shares.fixed)
+        _add(found, "prompt", left_ns - again_ns - fixed_ns)
+    else:  # decode: others' prompts are in its steps; else it waited for a step to end, or for one of its own
+        others_ns = int(left_ns * shares.prompts) if state == "decode" else left_ns
+        again_ns = int(others_ns * shares.missed)
+        fixed_ns = int((others_ns - again_ns) * shares.fixed) if state == "stalled" else 0
+        _add(found, "neighbours", others_ns - again_ns - fixed_ns)
         _add(found, "generation", left_ns - others_ns)
-    else:
-        fixed_ns = int(left_ns * shares.fixed) if state == "stalled" else 0
-        _add(found, "step_tokens", fixed_ns)
-        _add(found, "neighbours", left_ns - fixed_ns)
-
-
-def _repeated(record: RequestRecord) -> float:
-    """Of the prompt that was computed, the share that a prefix cache could have had."""
-    missed = min(record.repeated_tokens - record.cached_tokens, record.computed_tokens)
-    return missed / record.computed_tokens if missed >= REPEATED_TOKENS_MIN else 0.0
+    _add(found, _prefix(evidence), again_ns)
+    _add(found, "step_tokens", fixed_ns)
 
 
 def _prefix(evidence: Evidence) -> str:
     if evidence.facts.prefix_cache is False:
         return "prefix_off"
-    return "cold_start" if evidence.starts else "prefix_lost"
+    return "cold_start" if evidence.starts and not evidence.totals.evictions else "prefix_lost"

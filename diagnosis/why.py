@@ -8,10 +8,9 @@ from statistics import median
 import msgspec
 
 from diagnosis.causes import BY_NAME, CAUSES
-from diagnosis.split import Shares, Split, split
+from diagnosis.split import Split, shares_over, split
 from telemetry.evidence import Evidence
 from telemetry.records import RequestRecord, StepRecord, request_of
-from telemetry.totals import StepTotals
 
 OTHERS_MAX = 8
 BASELINE_MIN = 5
@@ -66,7 +65,7 @@ def why(record: RequestRecord, evidence: Evidence) -> Why:
     """The causes of `record`'s time, most first; `evidence` is what else has happened lately."""
     steps = list(steps_of(record, evidence))
     e2e_ns = record.finished_ns - record.accepted_ns
-    found = split(record.states, record, shares_of(steps, evidence), evidence)
+    found = split(record.states, record, shares_over(evidence, steps or None), evidence)
     usual = _baseline(record, evidence)
     findings = tuple(
         Finding(
@@ -111,22 +110,12 @@ def steps_of(record: RequestRecord, evidence: Evidence) -> Iterator[StepRecord]:
             yield step
 
 
-def shares_of(steps: Sequence[StepRecord], evidence: Evidence) -> Shares:
-    """Over these steps, or over all where none of them is known."""
-    if not steps:
-        return Shares.over(evidence.totals, evidence.facts)
-    totals = StepTotals()
-    for step in steps:
-        totals.add(step)
-    return Shares.over(totals, evidence.facts, line=evidence.totals)
-
-
 def _baseline(record: RequestRecord, evidence: Evidence) -> Split | None:
     """What other requests of its route spend on each cause, the median of each."""
     others = [one for one in evidence.requests if one.route == record.route and one.request_id != record.request_id]
     if len(others) < BASELINE_MIN:
         return None
-    shares = Shares.over(evidence.totals, evidence.facts)
+    shares = shares_over(evidence)
     splits = [split(one.states, one, shares, evidence) for one in others]
     return {cause.name: int(median(one.get(cause.name, 0) for one in splits)) for cause in CAUSES}
 

@@ -24,7 +24,7 @@ def list_recordings(**given: Given) -> None:
     """Show the recordings in the data directory, the oldest first."""
     from flight.show import table  # noqa: PLC0415 - lazily
 
-    for line in table(_folder(given)):
+    for line in table(folder_of(given)):
         click.echo(line)
 
 
@@ -41,7 +41,7 @@ def dump(recording: str | None, journal: bool, **given: Given) -> None:
     """
     from flight.show import lines  # noqa: PLC0415 - lazily
 
-    for line in lines(_folder(given), recording, journal=journal):
+    for line in lines(folder_of(given), recording, journal=journal):
         click.echo(line)
 
 
@@ -56,12 +56,13 @@ def replay(recording: str | None, **given: Given) -> None:
     """
     from flight.replay import replayed  # noqa: PLC0415 - lazily
 
-    words, same = replayed(_folder(given), recording)
+    words, same = replayed(folder_of(given), recording)
     click.echo(words)
     sys.exit(0 if same else 1)
 
 
-def _folder(given: dict[str, Given]) -> Path:
+def folder_of(given: dict[str, Given]) -> Path:
+    """Where the recordings are, by the options that say where data is."""
     from launch.store import FLIGHT, data_dir  # noqa: PLC0415 - lazily
 
     return data_dir(options_of(given).data_dir, dict(os.environ)) / FLIGHT

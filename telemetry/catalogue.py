@@ -446,7 +446,7 @@ STEP_METRICS = (
     Metric(
         name="pellucid_engine_starved_seconds_total",
         kind="counter",
-        help="Time in which threads of the engine could run and had no processor, of all threads together.",
+        help="How long a thread of the engine could have run and had no processor, the one it happened to most.",
         unit="seconds",
         labels=("replica",),
         join="most",
@@ -731,7 +731,7 @@ VIEW_METRICS = (
     Metric(
         name="pellucid_gateway_starved_seconds_total",
         kind="counter",
-        help="Time in which threads of the gateway could run and had no processor, of all threads together.",
+        help="How long a thread of the gateway could have run and had no processor, the one it happened to most.",
         unit="seconds",
         divisor=NS_PER_S,
         of_view=lambda view: [((), view.starved_ns)],

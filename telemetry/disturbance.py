@@ -51,15 +51,15 @@ class GcPauses:
 
 class RunDelay:
     """
-    How long threads of this process could have run and had no processor, in ns: `run_delay` of the kernel's scheduler.
+    How long threads of this process could have run and had no processor: `run_delay` of the kernel's scheduler.
 
+    Of all threads the one that it happened to most counts: what they compute together waits for the last of them.
     Where the kernel does not say (no /proc/self/schedstat) it is 0 for ever.
     """
 
     def __init__(self) -> None:
         self._files: dict[str, int] = {}
         self._delays_ns: dict[str, int] = {}
-        self._gone_ns = 0
 
     def look_for_threads(self) -> None:
         """Threads come and go; to be called now and then."""
@@ -76,14 +76,18 @@ class RunDelay:
                 except OSError:
                     continue
 
-    def total_ns(self) -> int:
-        """Of all threads since they began."""
+    def take_ns(self) -> int:
+        """Since the last call, of the thread that has waited longest."""
+        worst_ns = 0
         for task, file in list(self._files.items()):
             try:
-                self._delays_ns[task] = int(os.pread(file, 96, 0).split()[1])
+                delay_ns = int(os.pread(file, 96, 0).split()[1])
             except (OSError, IndexError, ValueError):
                 self._forget(task)
-        return self._gone_ns + sum(self._delays_ns.values())
+                continue
+            worst_ns = max(worst_ns, delay_ns - self._delays_ns.get(task, delay_ns))
+            self._delays_ns[task] = delay_ns
+        return worst_ns
 
     def close(self) -> None:
         """Open files are given back."""
@@ -92,7 +96,7 @@ class RunDelay:
 
     def _forget(self, task: str) -> None:
         os.close(self._files.pop(task))
-        self._gone_ns += self._delays_ns.pop(task, 0)
+        self._delays_ns.pop(task, None)
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -165,7 +169,7 @@ class Disturbances:
     def __init__(self) -> None:
         self._gc = GcPauses()
         self._delay = RunDelay()
-        self._taken = Disturbed()
+        self._gc_taken_ns = 0
         self._memory: MemoryReading | None = None
         self._stopping = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="memory", daemon=True)
@@ -185,12 +189,11 @@ class Disturbances:
 
     def take(self) -> Disturbed:
         """What has happened since the last call; memory if it was read anew."""
-        gc_ns, starved_ns = self._gc.total_ns, self._delay.total_ns()
         memory, self._memory = self._memory, None
         if memory is not None:
             self._delay.look_for_threads()
-        before, self._taken = self._taken, Disturbed(gc_ns, starved_ns)
-        return Disturbed(gc_ns - before.gc_pause_ns, max(0, starved_ns - before.starved_ns), memory)
+        gc_ns, self._gc_taken_ns = self._gc.total_ns - self._gc_taken_ns, self._gc.total_ns
+        return Disturbed(gc_ns, self._delay.take_ns(), memory)
 
     def _watch(self) -> None:
         while not self._stopping.wait(MEMORY_PERIOD_S):

@@ -14,8 +14,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """How it is set up; what nobody has said is None, or empty."""
 
     replicas: int = 1
-    ranks: int = 1
-    threads: int = 1  # of an engine
     sequences_max: int | None = None
     tokens_step_max: int | None = None
     prefix_cache: bool | None = None
@@ -44,11 +42,8 @@ class Evidence(msgspec.Struct, kw_only=True):
 
 def facts_of(details: Mapping[str, str], *, replicas: int = 1, weights: str = "", kv_slots: int | None = None) -> Facts:
     """From what an engine says of itself, as `/health` shows it."""
-    tensor, _, rest = details.get("ranks", "1 tensor x 1 pipeline").partition(" tensor x ")
     return Facts(
         replicas=replicas,
-        ranks=_number(tensor, 1) * _number(rest.partition(" ")[0], 1),
-        threads=_number(details.get("threads", ""), 1),
         sequences_max=_number(details.get("sequences_max", ""), 0) or None,
         tokens_step_max=_number(details.get("tokens_step_max", ""), 0) or None,
         prefix_cache={"on": True, "off": False}.get(details.get("prefix_cache", "")),

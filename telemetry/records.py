@@ -236,7 +236,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     repeated_tokens: int = 0  # of its prompt, as many as a prompt before it began with: what a prefix cache could find
     gc_pause_ns: int = 0  # of the gateway, while it was here: overlaps with its states
     loop_lag_ns: int = 0  # by how much the gateway's event loop woke up late, while it was here: overlaps, too
-    starved_ns: int = 0  # in which threads of the gateway could run and had no processor: overlaps, too
+    starved_ns: int = 0  # in which a thread of the gateway could have run and had no processor: overlaps, too
 
     def imbalance(self) -> int:
         """Nanoseconds of the request's life that no state accounts for."""
@@ -287,7 +287,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     served_ns: int = 0  # of the step, what is shared out among those: from the plan to the commit
     waits: dict[str, int] = {}  # waiting sequences, after the step, by their state
     gc_pause_ns: int = 0  # garbage collection of the engine: overlaps with the parts
-    starved_ns: int = 0  # time in which threads of the engine could run and had no processor: overlaps, too
+    starved_ns: int = 0  # how long a thread of rank 0 could have run and had no processor, the worst: overlaps, too
     memory: MemoryReading | None = None  # now and then
     kv: KvBook = KvBook()
     finished: tuple[RequestRecord, ...] = ()

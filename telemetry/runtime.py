@@ -34,7 +34,7 @@ class RuntimeSampler:
         self._lag_ns = 0
         self._due_ns = 0
         self.starved_ns = 0
-        """How long threads of this process could have run and had no processor, as of the last look."""
+        """How long a thread of this process could have run and had no processor, as of the last look."""
 
     @property
     def gc_pause_ns(self) -> int:
@@ -70,7 +70,7 @@ class RuntimeSampler:
             await asyncio.sleep(LAG_PERIOD_S)
             late_ns = max(0, clock.now_ns() - self._due_ns)
             self._lag_ns += late_ns
-            self.starved_ns = self._delay.total_ns()
+            self.starved_ns += self._delay.take_ns()
             self._observer.observe(LOOP_LAG, late_ns)
 
     def _on_pause(self, generation: int, pause_ns: int) -> None:

@@ -105,8 +105,8 @@ _DISTURBED = Row(
     "What disturbs the engines",
     (
         Panel(
-            title="Garbage collection, and threads without a processor",
-            description="Seconds a second, of all threads of the engines: they overlap with the parts of steps.",
+            title="Garbage collection, and no processor",
+            description="Seconds a second, beside the parts of steps; no processor: the thread it happened to most.",
             unit="s",
             lines=(
                 Line(HERE.rate("pellucid_engine_gc_pause_seconds_total", *REPLICA), f"{REPLICA_LEGEND}, collection"),

@@ -92,7 +92,7 @@ TABLE = (
     Row(
         "diagnosis shell",
         ("diagnosis.command", "diagnosis.sources"),
-        ("diagnosis", "telemetry", "launch.errors"),
+        ("diagnosis", "telemetry", "launch.errors", "launch.flags", "flight"),
         ("torch", "litestar", "opentelemetry", *STORES),
     ),
     Row(
@@ -163,7 +163,7 @@ TABLE = (
     Row(
         "command line",
         ("pellucid",),
-        ("launch", "quant.command", "bench.command", "dashboards.command", "flight.command"),
+        ("launch", "quant.command", "bench.command", "dashboards.command", "diagnosis.command", "flight.command"),
         ("torch", "litestar", "uvicorn", "transformers"),
     ),
 )

@@ -1,0 +1,36 @@
+"""
+A flight recording of a gateway: what it has heard of steps and requests.
+"""
+
+from pathlib import Path
+
+from launch.errors import UserError
+from telemetry.evidence import Evidence
+from telemetry.flight import read_records
+from telemetry.records import RequestRecord, StepRecord
+
+
+def recorded(directory: Path, seconds: float | None) -> Evidence:
+    """All of a recording, or its last seconds.  Raises UserError."""
+    requests: list[RequestRecord] = []
+    steps: list[StepRecord] = []
+    for record in read_records(directory):
+        if isinstance(record, RequestRecord):
+            requests.append(record)
+        else:
+            steps.append(record)
+    if not requests and not steps:
+        raise UserError(f"there is no step and no request in {directory}: `pellucid flight list` shows recordings")
+    last_ns = max([one.finished_ns for one in requests] + [one.ended_ns for one in steps])
+    first_ns = min([one.finished_ns for one in requests] + [one.ended_ns for one in steps])
+    since_ns = first_ns if seconds is None else last_ns - int(seconds * 1e9)
+    found = Evidence(window_ns=last_ns - since_ns)
+    found.requests = [one for one in reversed(requests) if one.finished_ns >= since_ns]
+    for step in steps:
+        if step.ended_ns >= since_ns:
+            found.steps[step.replica, step.step_id] = step
+            found.totals.add(step)
+            if step.memory is not None:
+                samples = found.memory.setdefault(f"engine {step.replica}", [])
+                samples.append((step.ended_ns, step.memory.resident_bytes))
+    return found
