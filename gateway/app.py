@@ -23,6 +23,7 @@ from gateway.errors import ApiError
 from gateway.exchange import Exchange
 from gateway.front import Front
 from gateway.openapi import Schema, document
+from gateway.page import load as load_page
 from gateway.planning import SEQUENCES_MAX
 from gateway.routes import HANDLERS, on_api_error, on_crash, on_http_error, provide_exchange, provide_gateway, routes
 from gateway.service import Gateway
@@ -74,7 +75,9 @@ class Application:
             },
             exception_handlers={ApiError: on_api_error, HTTPException: on_http_error, Exception: on_crash},
             lifespan=[self._lifespan],
-            state=State({"gateway": self.gateway, "document": msgspec.json.encode(self.document())}),
+            state=State(
+                {"gateway": self.gateway, "document": msgspec.json.encode(self.document()), "page": load_page()}
+            ),
             openapi_config=None,
             logging_config=None,
             request_max_body_size=None,  # Exchange.read_body has the limit.

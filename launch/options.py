@@ -41,8 +41,9 @@ OTHER_VARIABLES = frozenset(
         "PELLUCID_ENGINE_SECRET",  # in place of --engine-secret-file
         "PELLUCID_KERNELS",  # the engine's, to force an instruction set
         "PELLUCID_PEPPER",  # the secret of the API keys, in place of --pepper-file
-        "PELLUCID_FUZZ_CASES", "PELLUCID_FUZZ_SEED",  # the test suite's, as these
-        "PELLUCID_SHARED", "PELLUCID_TEST_GGUF", "PELLUCID_TEST_LIBRARIES", "PELLUCID_WRITE_GOLDEN",
+        "PELLUCID_FUZZ_CASES", "PELLUCID_FUZZ_SEED", "PELLUCID_PAGE_SOAK_S",  # the test suite's, as these
+        "PELLUCID_SCREENSHOTS", "PELLUCID_SHARED", "PELLUCID_TEST_GGUF", "PELLUCID_TEST_LIBRARIES",
+        "PELLUCID_WRITE_GOLDEN",
     }
 )  # fmt: skip
 """Those that are no options; tests/tidy looks for more of them."""

@@ -308,5 +308,6 @@ def banner(
         f"\n{model_name} is served at {base}/v1, {started}.{missing}  {how}:\n\n"
         f"{curl}\n\n"
         f"{python} -c {shlex.quote(program)}{hint}\n\n"
+        f"What is happening now: {base}/\n"
         f"Where the time of each request went: {base}/debug/requests\n"
     )

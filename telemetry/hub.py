@@ -33,6 +33,7 @@ from telemetry.outgoing import Outgoing
 from telemetry.recent import BLOCK_SLOTS, Recent
 from telemetry.records import RequestRecord, StepRecord
 from telemetry.runtime import RuntimeSampler
+from telemetry.served import Served, served
 from telemetry.sink import Sink
 from telemetry.spans import SpanData
 from telemetry.views import Json, JsonObject, kv_json, request_json, step_json
@@ -226,6 +227,16 @@ class Hub:
         """The newest engine steps."""
         self._pump_all()
         return {"steps": [step_json(step) for step in self._recent.steps(limit)]}
+
+    def steps(self, limit: int) -> tuple[list[StepRecord], int]:
+        """The newest steps, newest first, and how many there were, ever."""
+        self._pump_all()
+        return self._recent.steps(limit), self._recent.steps_seen
+
+    def served(self) -> list[Served]:
+        """How those were served who have asked within the last minute."""
+        self._pump_all()
+        return served(self._recent.ended(), clock.now_ns())
 
     def evidence(self, since_ns: int) -> Evidence:
         """All that has happened since then, as far as it is remembered; what is known of the system is not in it."""

@@ -42,6 +42,9 @@ ROUTES = (
     "/debug/why/{id}",
     "/debug/doctor",
     "/debug/kv",
+    "/debug/live",
+    "/",
+    "/page/{name}",
     "/admin",
     OTHER,
 )
@@ -56,9 +59,14 @@ OBSERVING_ROUTES = (
     "/debug/why/{id}",
     "/debug/doctor",
     "/debug/kv",
+    "/debug/live",
+    "/",
+    "/page/{name}",
     "/admin",
 )
 """Routes of those who look: counted, but not traced, logged or remembered among the requests."""
+STREAMED_ROUTES = ("/debug/live",)
+"""Of those who look for as long as they like: how long that was is no latency, and in no sum with others."""
 GENERATING_ROUTES = ("/v1/chat/completions", "/v1/completions")
 OUTCOMES = (
     # As the engine ends requests.

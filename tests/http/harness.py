@@ -14,19 +14,20 @@ import httpx
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from engine.api import Hello, WeightFacts
+from engine.api import Hello, Sight, WeightFacts
 from engine.config import SchedulerConfig
 from engine.device.fake import FakeRunner
 from engine.loop import Loop
 from engine.scheduler import Scheduler
 from engine.server import Server
+from engine.sight import sight_of
 from engine.speculate import Speculation
 from gateway.__main__ import listen
 from gateway.app import Application
 from gateway.config import GatewayOptions
 from gateway.protocol import http_config
 from gateway.tokens import ModelText, load
-from telemetry.clock import CLOCK_ID
+from telemetry.clock import CLOCK_ID, now_ns
 from telemetry.hub import Hub
 from telemetry.records import RequestRecord
 from telemetry.spans import SpanData
@@ -213,14 +214,21 @@ class ShellEngine:
             eos_ids=facts.eos_ids,
             weights=WEIGHTS,
         )
+        self.looks = 0
+        """How often somebody has looked into it."""
         self.scheduler = Scheduler(config, speculation=speculation)
         self._server = Server(path if secret else f"unix:{path}", hello, secret)
+        self._server.shows(self._look)
         self._loop = Loop(self.scheduler, self.device, self._server)
         self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
 
     def start(self) -> None:
         """Serve."""
         self._thread.start()
+
+    def _look(self) -> Sight:
+        self.looks += 1
+        return sight_of(self.scheduler.pool, [*self.scheduler.running, *self.scheduler.waiting], now_ns())
 
     def kill(self) -> None:
         """Vanish, as far as gateways can tell: no last word, and nobody listens."""
