@@ -14,7 +14,6 @@ import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from telemetry import clock
@@ -32,7 +31,7 @@ from telemetry.numbers import Numbers, exposition
 from telemetry.outgoing import Outgoing
 from telemetry.recent import BLOCK_SLOTS, Recent
 from telemetry.records import RequestRecord, StepRecord
-from telemetry.runtime import RuntimeSampler
+from telemetry.runtime import Overlaps, RuntimeSampler, loop_tasks, resident_bytes
 from telemetry.served import Served, served
 from telemetry.sink import Sink
 from telemetry.spans import SpanData
@@ -67,14 +66,6 @@ class _Observation(NamedTuple):
     metric: str
     labels: tuple[str, ...]
     amount: int
-
-
-class Overlaps(NamedTuple):
-    """Times that overlap with the states of requests."""
-
-    gc_pause_ns: int
-    loop_lag_ns: int
-    starved_ns: int
 
 
 class _Ended(NamedTuple):
@@ -191,8 +182,7 @@ class Hub:
 
     def disturbed(self) -> Overlaps:
         """What has disturbed this process so far, all times together."""
-        runtime = self._runtime
-        return Overlaps(runtime.gc_pause_ns, runtime.loop_lag_ns(clock.now_ns()), runtime.starved_ns)
+        return self._runtime.overlaps(clock.now_ns())
 
     # What people and scrapers ask.
 
@@ -386,20 +376,3 @@ class Hub:
             build=tuple((self._version, model) for model in self._models),
             limits=self._limits(),
         )
-
-
-def loop_tasks() -> int:
-    """Tasks of the running event loop; 0 outside of one."""
-    try:
-        return len(asyncio.all_tasks())
-    except RuntimeError:
-        return 0
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
