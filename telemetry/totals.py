@@ -109,7 +109,7 @@ class StepTotals(msgspec.Struct):
         return 0.0 if line is None or not self.tokens_max else _share(line[0], line[0] + line[1] * self.tokens_max)
 
     def row_share(self, rows: float, of_rows: float) -> float:
-        """Of a step with `of_rows` rows, the share that `rows` of them cost, 0..1; where no line tells, by their number."""
+        """Of a step with `of_rows` rows, the share that `rows` of them cost, 0..1; without a line, by their number."""
         line = self._line()
         if line is None:
             return _share(rows, of_rows)
