@@ -2,6 +2,7 @@
 #
 #   make serve     set up, fetch the default model, serve on 127.0.0.1:8000   (PORT=8080 MODEL=path/to/model.gguf ARGS='--max-queue 64')
 #   make test      set up with the test extras, then the whole suite          (ARGS='-k name' to choose)
+#   make page-soak   the live page open for ten minutes, under load: nothing may grow   (SECONDS=600)
 #   make chaos     the whole appliance while its processes are killed, stopped and starved, and after thousands of requests
 #   make faults    what makes an appliance slow, put into one, one cause at a time: does the doctor name it?  takes 40 minutes
 #   make check     lint, format, types, licences of dependencies and their known vulnerabilities
@@ -21,7 +22,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: help serve test chaos faults test-sanitized test-auto-gptq fuzz check format bench bench-engine bench-routing \
+.PHONY: help serve test page-soak chaos faults test-sanitized test-auto-gptq fuzz check format bench bench-engine bench-routing \
 	bench-peers quality install lock clean
 .DELETE_ON_ERROR:
 
@@ -44,6 +45,11 @@ PROCESSES ?= 2
 test: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --ignore=tests/chaos --ignore=tests/live/test_soak.py $(ARGS)
+
+SECONDS ?= 600
+page-soak: $(VENV)/everything.stamp
+	$(BIN)/pellucid model pull
+	PELLUCID_PAGE_SOAK_S=$(SECONDS) $(BIN)/python -m pytest -s tests/browser/test_page_soak.py $(ARGS)
 
 chaos: $(VENV)/everything.stamp
 	$(BIN)/pellucid model pull

@@ -8,12 +8,9 @@ An alert asks a long window, whether it matters, and a short one, whether it sti
 from dataclasses import dataclass
 
 from dashboards.promql import Scope, Where, share
-from telemetry.vocabulary import FAULTS, GENERATING_ROUTES
+from telemetry.vocabulary import FAULTS, GENERATING_ROUTES, TIME_PER_OUTPUT_TOKEN_S, TIME_TO_FIRST_TOKEN_S
 
 PERIOD_DAYS = 30
-TIME_TO_FIRST_TOKEN_S = 2.0
-TIME_PER_OUTPUT_TOKEN_S = 0.2
-"""Bounds of the buckets, so that no share of them is interpolated."""
 REQUESTS_MIN = 20
 """In the long window, for an alert: one bad request of two is not worth waking somebody."""
 

@@ -25,6 +25,7 @@ from engine.loop import Loop
 from engine.recorder import open_journal
 from engine.scheduler import Scheduler
 from engine.server import ListenError, Server
+from engine.sight import sight_of
 from telemetry import logs
 from telemetry.clock import CLOCK_ID, now_ns
 from telemetry.disturbance import Disturbances
@@ -97,6 +98,7 @@ def serve(
         replica=options.replica,
         disturbances=disturbances.take,
     )
+    server.shows(lambda: sight_of(scheduler.pool, [*scheduler.running, *scheduler.waiting], now_ns()))
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         loop.stop()

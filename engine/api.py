@@ -1,8 +1,8 @@
 """
 What crosses the line between the gateway and the engine, and how it is framed.
 
-    gateway -> engine    GenerateRequest, Abort, Ping          one message a frame
-    engine -> gateway    Hello, once; then one StepFrame per step: all deltas of that step and its record; Pong
+    gateway -> engine    GenerateRequest, Abort, Ping, Look    one message a frame
+    engine -> gateway    Hello, once; then one StepFrame per step: all deltas of that step and its record; Pong, Sight
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack.  The engine knows token ids, never text.
 """
@@ -15,7 +15,7 @@ import msgspec
 # Part of the interface, because both sides must name prefixes alike.
 from engine.prefix import indexed_names as indexed_names  # noqa: PLC0414 - exported again
 from engine.prefix import indexed_tokens as indexed_tokens  # noqa: PLC0414 - exported again
-from telemetry.records import StepRecord
+from telemetry.records import KvBook, StepRecord
 
 FRAME_BYTES_MAX = 64 * 1024 * 1024
 WEIGHT_MAX = 1000
@@ -77,6 +77,10 @@ Message = GenerateRequest | Abort
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Are you there?  Answered between two steps, by the server: the scheduler does not hear of it."""
+
+
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """What is before you?  Answered as a Ping is, by a Sight, unless something that was said before is still unread."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -194,10 +198,43 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """Yes."""
 
 
-EngineFrame = Hello | StepFrame | Pong
+BLOCK_PLACES = ("free", "cached_idle", "fenced", "held")
+"""Where a block may be.  Of a held one the slots are filled, tail or, where none of them is filled, lookahead."""
+BlockRun = tuple[int, int, int, int, int]
+"""So many blocks side by side: place (of BLOCK_PLACES), filled slots of each, number of an owner or -1, holders."""
+
+
+class SeenSequence(msgspec.Struct, frozen=True, kw_only=True):
+    """A sequence that waits or runs; durations are of its whole life here."""
+
+    number: int  # by which blocks name it
+    request_id: str
+    tenant: str
+    state: str  # of ENGINE_STATES
+    state_ns: int  # spent in that state
+    age_ns: int
+    prompt_tokens: int
+    output_tokens: int
+    computed_tokens: int
+    blocks: int
+
+
+class Sight(msgspec.Struct, frozen=True, kw_only=True, tag="sight"):
+    """What an engine has before it between two steps, all of one moment (see engine.sight)."""
+
+    step_id: int  # the newest step that is done
+    block_slots: int
+    book: KvBook  # sums over the runs
+    runs: tuple[BlockRun, ...]  # all blocks, in their order
+    sequences: tuple[SeenSequence, ...]  # those that run, then those that wait
+    spent_ns: int = 0  # that the engine has spent on this: who looks often should know
+
+
+EngineFrame = Hello | StepFrame | Pong | Sight
+Question = Ping | Look
 
 _encoder = msgspec.msgpack.Encoder()
-_message_decoder = msgspec.msgpack.Decoder(Message | Ping)
+_message_decoder = msgspec.msgpack.Decoder(Message | Question)
 _frame_decoder = msgspec.msgpack.Decoder(EngineFrame)
 
 
@@ -205,7 +242,7 @@ class FrameError(Exception):
     """The other side sent what is no frame: the connection is of no use any more."""
 
 
-def encode(value: Message | Ping | EngineFrame) -> bytes:
+def encode(value: Message | Question | EngineFrame) -> bytes:
     """One frame, length included."""
     body = _encoder.encode(value)
     if len(body) > FRAME_BYTES_MAX:
@@ -233,10 +270,10 @@ class FrameReader:
             yield body
 
 
-def decode_message(body: bytes) -> Message | Ping:
+def decode_message(body: bytes) -> Message | Question:
     """A message to the engine.  Raises FrameError."""
     try:
-        message: Message | Ping = _message_decoder.decode(body)
+        message: Message | Question = _message_decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise FrameError(f"not a message: {error}") from error
     return message

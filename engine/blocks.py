@@ -12,8 +12,11 @@ A name is a hash of everything up to the block's last token (engine.prefix): sam
 from collections import OrderedDict, deque
 from collections.abc import Sequence as Many
 
+from engine.api import BLOCK_PLACES
 from engine.prefix_news import PrefixLedger
 from telemetry.records import KvBook
+
+_FREE, _CACHED_IDLE, _FENCED, _HELD = range(len(BLOCK_PLACES))
 
 
 class BlockPool:
@@ -129,6 +132,30 @@ class BlockPool:
             lookahead=(self._held - self._started) * slots,
             fenced=len(self._fenced) * slots,
         )
+
+    @property
+    def committed(self) -> int:
+        """The newest step that the device has finished; -1: none."""
+        return self._committed
+
+    @property
+    def filled(self) -> Many[int]:
+        """Slots with keys and values, by block; of held ones only."""
+        return self._filled
+
+    @property
+    def holders(self) -> Many[int]:
+        """How many hold it, by block."""
+        return self._refs
+
+    def places(self) -> bytearray:
+        """Where each block is, by its place in BLOCK_PLACES.  O(blocks_max)."""
+        found = bytearray(_HELD if refs else _FREE for refs in self._refs)
+        for block in self._idle:
+            found[block] = _CACHED_IDLE
+        for _, block in self._fenced:
+            found[block] = _FENCED
+        return found
 
     def check(self) -> None:
         """Every block is in exactly one state and the book is a recount.  O(blocks_max): for tests."""

@@ -14,6 +14,7 @@ that has been connected for longest among those that have read all that they wer
 import selectors
 import socket
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,10 +31,13 @@ from engine.api import (
     GenerateRequest,
     Hello,
     Load,
+    Look,
     Message,
     Ping,
     Pong,
     PrefixNews,
+    Question,
+    Sight,
     StepFrame,
     Usage,
     decode_message,
@@ -42,6 +46,7 @@ from engine.api import (
 from engine.handshake import SECRET_VARIABLE
 from engine.outcome import merged
 from engine.strangers import Strangers
+from telemetry.clock import now_ns
 from telemetry.records import RequestRecord, StepRecord
 
 RECEIVE_BYTES = 1 << 18
@@ -160,6 +165,7 @@ class Server:
         self._connections: dict[int, Connection] = {}
         self._owner: dict[str, Connection] = {}
         self._prefixes_lost = 0  # news of the prefix cache while nobody could have them
+        self._look: Callable[[], Sight] | None = None
 
     def poll(self, timeout_s: float | None) -> list[Message]:
         """What has arrived.  Waits up to `timeout_s` (None: for ever) for the first message or wake-up."""
@@ -207,6 +213,10 @@ class Server:
             return None, None
         lost, self._prefixes_lost = self._prefixes_lost, 0
         return writer, msgspec.structs.replace(prefixes, lost=prefixes.lost + lost) if lost else prefixes
+
+    def shows(self, look: Callable[[], Sight]) -> None:
+        """What there is to see, for those who send `Look`."""
+        self._look = look
 
     def wake(self) -> None:
         """End a `poll` that waits; safe in a signal handler."""
@@ -275,11 +285,17 @@ class Server:
                 return messages + self._drop(connection)
         return messages + self._flush(connection)
 
-    def _own(self, connection: Connection, message: Message | Ping) -> list[Message]:
+    def _own(self, connection: Connection, message: Message | Question) -> list[Message]:
         match message:
             case Ping():
                 if not connection.unsent:  # Else something is on its way, and says the same.
                     connection.say(PONG)
+                return []
+            case Look():
+                if not connection.unsent and self._look is not None:  # Who does not read has seen enough.
+                    began_ns = now_ns()
+                    sight = self._look()
+                    connection.say(encode(msgspec.structs.replace(sight, spent_ns=now_ns() - began_ns)))
                 return []
             case GenerateRequest(request_id=request_id):
                 if request_id in self._owner:

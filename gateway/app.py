@@ -23,6 +23,7 @@ from gateway.errors import ApiError
 from gateway.exchange import Exchange
 from gateway.front import Front
 from gateway.openapi import Schema, document
+from gateway.page import load as load_page
 from gateway.planning import SEQUENCES_MAX
 from gateway.routes import HANDLERS, on_api_error, on_crash, on_http_error, provide_exchange, provide_gateway, routes
 from gateway.service import Gateway
@@ -47,7 +48,10 @@ class Application:
             model=options.model_name,
             version=_version(),
             otlp_endpoint=options.otlp_endpoint,
-            step_books=options.worker == 0,
+            otlp_metrics=options.otlp_metrics,
+            trace_file=options.export_trace,
+            trace_sample=options.trace_sample,
+            first=options.worker == 0,
             flight=open_records(
                 options.flight_directory, f"gateway-{options.worker}", ring_bytes=options.flight_memory_bytes
             ),
@@ -58,6 +62,7 @@ class Application:
         self.backend = Backend(options, self.hub, _index(options, self.admission), suspects)
         self.hub.watch_limits(self.admission.view)
         self.siblings = Siblings(options, self.hub)
+        self.hub.push_numbers(self.siblings.numbers)
         self.upstreams = Upstreams(options, os.environ)
         self.hub.watch_upstreams(tuple(self.upstreams.pools), self.upstreams.views)
         self.gateway = Gateway(options, text, self.backend, self.hub, self.admission, self.siblings, self.upstreams)
@@ -70,7 +75,9 @@ class Application:
             },
             exception_handlers={ApiError: on_api_error, HTTPException: on_http_error, Exception: on_crash},
             lifespan=[self._lifespan],
-            state=State({"gateway": self.gateway, "document": msgspec.json.encode(self.document())}),
+            state=State(
+                {"gateway": self.gateway, "document": msgspec.json.encode(self.document()), "page": load_page()}
+            ),
             openapi_config=None,
             logging_config=None,
             request_max_body_size=None,  # Exchange.read_body has the limit.

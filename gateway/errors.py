@@ -19,10 +19,10 @@ from engine.api import DEGENERATE, Finish
 RETRY_AFTER_S = 1
 DRAIN_RETRY_AFTER_S = 5
 
-Where = Literal["every", "key", "body", "name", "model", "generation", "admin", "key_id", "url"]
+Where = Literal["every", "key", "body", "name", "model", "generation", "admin", "key_id", "live", "url"]
 """
 Which requests can meet it: all, those that need a key, have a body, name something in their URL, name a model, have
-something generated, need the admin key, name a key in their URL; those to no route at all.
+something generated, need the admin key, name a key in their URL, are streams for those who look; those to no route.
 """
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -77,7 +77,7 @@ TABLE = (
         ("generation",),
         (SERVER,),
     ),
-    Row(503, "overloaded", "The queue is full.", ("generation",), (SERVER,), _AFTER),
+    Row(503, "overloaded", "There are too many already.", ("generation", "live"), (SERVER,), _AFTER),
     Row(
         503,
         "no_healthy_engine",
@@ -86,7 +86,7 @@ TABLE = (
         (SERVER,),
         _AFTER,
     ),
-    Row(503, "draining", "The server is shutting down.", ("generation",), (SERVER,), _AFTER),
+    Row(503, "draining", "The server is shutting down.", ("generation", "live"), (SERVER,), _AFTER),
     Row(503, "keys_unavailable", "API keys cannot be checked at the moment.", ("key", "admin"), (SERVER,), _AFTER),
     Row(503, "limits_unavailable", "Limits cannot be checked at the moment.", ("generation",), (SERVER,), _AFTER),
     Row(

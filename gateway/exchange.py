@@ -347,6 +347,8 @@ def route_of(path: str) -> str:
     """The path as a label: one of a closed vocabulary."""
     if path in ROUTES:
         return path
+    if path.startswith("/page/"):
+        return "/page/{name}"
     for prefix in ("/v1/models/", "/debug/requests/", "/debug/why/"):
         if path.startswith(prefix):
             return prefix + "{id}"

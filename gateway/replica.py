@@ -19,9 +19,11 @@ from engine.api import (
     FrameReader,
     Hello,
     Load,
+    Look,
     Ping,
     Pong,
     PrefixNews,
+    Sight,
     StepFrame,
     decode_frame,
     encode,
@@ -39,6 +41,8 @@ BACKOFF_MAX_S = 2.0
 READ_BYTES_MAX = 256 * 1024
 WRITE_BUFFER_BYTES_MAX = 16 * 1024 * 1024
 STEPS_MISSED = 5
+LOOK_COST_MAX = 100
+"""An engine that has spent so long on a look is left alone for so many times as long: at most 1 % of its time."""
 STALE_S = 2.0
 
 _log = structlog.get_logger("pellucid.gateway")
@@ -107,6 +111,8 @@ class Replica:
         self.hello: Hello | None = None  # None: not connected
         self.load: Load | None = None  # as it last said; None: it has not
         self.calls: dict[str, Call] = {}
+        self.sight: Sight | None = None  # what it last showed us; None: we do not look, or it has not yet
+        self.seen_ns = 0  # when that came
         self._watcher = watcher
         self._losses = losses
         self._caches = caches
@@ -179,6 +185,16 @@ class Replica:
             self._patience.double()
             self.give_up(errors.engine_timeout(f"The engine has been silent for {limit_s:g} s."))
 
+    def look(self, now_ns: int) -> None:
+        """Ask what is before it, unless that would cost it too much.  `sight` has the answer, when there is one."""
+        spent_ns = self.sight.spent_ns if self.sight is not None else 0
+        if self._writer is not None and now_ns >= self.seen_ns + LOOK_COST_MAX * spent_ns and not self._buffered():
+            self._writer.write(encode(Look()))
+
+    def look_away(self) -> None:
+        """Nobody wants to know any more."""
+        self.sight = None
+
     def give_up(self, error: ApiError) -> None:
         """Break the connection; `error` is what becomes of its calls where nobody takes them up."""
         if self._writer is not None:
@@ -229,6 +245,9 @@ class Replica:
                         self._greet(frame)
                     elif isinstance(frame, Pong):
                         self._heard(clock.now_ns())
+                    elif isinstance(frame, Sight):
+                        self.sight, self.seen_ns = frame, clock.now_ns()
+                        self._heard(self.seen_ns)
                     else:
                         self._take(frame)
 
@@ -283,7 +302,7 @@ class Replica:
             self._watcher.engine_down(self.number)
             self._caches.ended(self.hello.epoch)
         error, self._loss = self._loss or errors.engine_lost(), None
-        self.hello = self.load = self._writer = None
+        self.hello = self.load = self.sight = self._writer = None
         self._owes_since_ns = 0
         self._hand_on(list(self.calls.values()), error, died=True)
         return working

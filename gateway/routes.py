@@ -21,7 +21,7 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 
 from diagnosis.doctor import Report
 from diagnosis.why import Why
-from gateway import errors
+from gateway import errors, page
 from gateway.answers import (
     ChatChunk,
     ChatCompletion,
@@ -254,6 +254,41 @@ async def debug_kv(gateway: NamedDependency[Gateway]) -> Response[bytes]:
     return json_response(gateway.hub.debug_kv())
 
 
+@get(
+    "/debug/live",
+    guards=[authenticated],
+    opt={OPERATION: Operation(answer=None, texts=("text/event-stream",), fails=("key", "live"))},
+)
+async def debug_live(scope: Scope) -> ASGIApp:
+    """All of that as it changes, for as long as somebody looks; with a key, the requests of its tenant."""
+    return _reply(({}, _gateway_of(scope).live.open(exchange_of(scope))))
+
+
+@get("/", opt={OPERATION: Operation(answer=None, texts=("text/html",))})
+async def index(exchange: NamedDependency[Exchange], state: State) -> Response[bytes]:
+    """The live page, which shows what `/debug/live` says."""
+    return _file(state, page.INDEX, exchange)
+
+
+@get(
+    "/page/{name:str}",
+    opt={OPERATION: Operation(answer=None, texts=("text/css", "text/javascript", "image/svg+xml"), fails=("name",))},
+)
+async def page_file(exchange: NamedDependency[Exchange], state: State, name: FromPath[str]) -> Response[bytes]:
+    """A file that the live page needs."""
+    return _file(state, name, exchange)
+
+
+def _file(state: State, name: str, exchange: Exchange) -> Response[bytes]:
+    files: dict[str, page.File] = state["page"]
+    if name not in files:
+        raise ApiError(404, "not_found", "The live page has no such file.", outcome="not_found")
+    body, own = files[name]
+    if exchange.headers.get("if-none-match") == own["etag"]:
+        return Response(b"", status_code=304, headers=own)
+    return Response(body, headers=own)
+
+
 HANDLERS = (
     chat_completions,
     completions,
@@ -271,6 +306,9 @@ HANDLERS = (
     debug_why,
     debug_doctor,
     debug_kv,
+    debug_live,
+    index,
+    page_file,
 )
 
 

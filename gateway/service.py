@@ -8,6 +8,7 @@ What the routes do: the gateway's parts, and the way of a request through them.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -24,6 +25,7 @@ from gateway.errors import ApiError
 from gateway.exchange import Exchange
 from gateway.explain import Explain
 from gateway.generation import Event, Generation, to_the_end
+from gateway.live import Live
 from gateway.models import Models
 from gateway.planning import Asked, parameters, plan, weight_attributes
 from gateway.renderer import RendererBusy
@@ -67,6 +69,7 @@ class Gateway:
         self.draining = False
         self.running: set[Exchange] = set()  # the engine has been given them: a drain waits for these
         self._places: set[Exchange] = set()  # those, and what is still being read or tokenized
+        self.live = Live(hub, backend, siblings, options.model_name)
         self.models = Models(options, backend, upstreams.pools)
         self._repeats = Repeats()
         self.explain = Explain(siblings, backend)
@@ -312,10 +315,10 @@ class Gateway:
     async def drain(self) -> None:
         """Refuse what is new, let the rest run up to `drain_s`, then end it with an error."""
         self.draining = True
-        if await self._idle_within(self.options.drain_s):
-            return
-        self.cut_off()
-        await self._idle_within(self.options.record_timeout_s + 1)
+        self.live.close()
+        if not await self._idle_within(self.options.drain_s):
+            self.cut_off()
+            await self._idle_within(self.options.record_timeout_s + 1)
 
     def cut_off(self) -> None:
         """End what runs, now."""
@@ -323,12 +326,10 @@ class Gateway:
             exchange.flight.interrupt(errors.draining())
 
     async def _idle_within(self, limit_s: float) -> bool:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return self._idle.is_set()
 
     # ---- what the gateway says of itself
 

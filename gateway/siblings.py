@@ -22,6 +22,7 @@ from telemetry.evidence import Evidence
 from telemetry.hub import Hub, Json, JsonObject
 from telemetry.numbers import Numbers, exposition, join
 from telemetry.records import RequestRecord
+from telemetry.served import Served
 
 ANSWER_S = 1.0
 ANSWER_BYTES_MAX = 16 * 1024 * 1024
@@ -52,6 +53,10 @@ class _Find(msgspec.Struct, frozen=True, tag="find"):
     request_id: str
 
 
+class _Serve(msgspec.Struct, frozen=True, tag="serve"):
+    """How were those served who have asked lately?  -> list[Served]"""
+
+
 class _Records(msgspec.Struct, frozen=True, tag="records"):
     """Which have ended since then?  -> list[RequestRecord]"""
 
@@ -64,7 +69,7 @@ class _Record(msgspec.Struct, frozen=True, tag="record"):
     request_id: str
 
 
-_Question = _Count | _Newest | _Find | _Records | _Record
+_Question = _Count | _Newest | _Find | _Records | _Record | _Serve
 _questions = msgspec.msgpack.Decoder(_Question)
 
 
@@ -97,11 +102,15 @@ class Siblings:
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         """`/metrics`, and its content type."""
+        return exposition(await self.numbers(), accept)
+
+    async def numbers(self) -> Numbers:
+        """Those of all workers, as one."""
         answers, silent = await self._ask(_Count(), Numbers)
         written = [numbers for number in silent if (numbers := self._read(number)) is not None]
         own = self._hub.numbers(workers=max(1, len(self._sockets)), workers_silent=len(silent))
         self._write(own)
-        return exposition(join([own, *answers, *written]), accept)
+        return join([own, *answers, *written])
 
     async def requests(self) -> tuple[list[JsonObject], JsonObject]:
         """The newest requests of all, newest first, and who has said nothing."""
@@ -112,6 +121,11 @@ class Siblings:
         if len(request_id) > ID_CHARS_MAX:
             return [], {}
         return await self._collect(_Find(request_id))
+
+    async def served(self) -> list[Served]:
+        """How those were served who have asked any of the workers lately."""
+        answers, _ = await self._ask(_Serve(), list[Served])
+        return [*self._hub.served(), *(one for answer in answers for one in answer)]
 
     async def evidence(self, since_ns: int) -> Evidence:
         """What has happened since then: the requests of all, and the steps, of which each worker hears."""
@@ -159,6 +173,8 @@ class Siblings:
     def _answer(self, question: _Question) -> bytes:
         if isinstance(question, _Count):
             return self._write(self._hub.numbers())
+        if isinstance(question, _Serve):
+            return msgspec.msgpack.encode(self._hub.served())
         if isinstance(question, _Records):
             return msgspec.msgpack.encode(self._hub.evidence(question.since_ns).requests[:RECORDS_MAX])
         if isinstance(question, _Record):

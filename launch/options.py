@@ -22,6 +22,7 @@ from launch.parse import (
     parse_engines,
     parse_list,
     parse_redis,
+    parse_share,
     parse_speculative,
     parse_switch,
     parse_text,
@@ -35,13 +36,15 @@ from launch.upstreams import TABLE, parse_upstreams
 PREFIX = "PELLUCID_"
 OTHER_VARIABLES = frozenset(
     {
+        "PELLUCID_API_KEY",  # that of `pellucid why` and `doctor`
         "PELLUCID_ADMIN_KEY",  # in place of --admin-key-file
         "PELLUCID_CONFIG",
         "PELLUCID_ENGINE_SECRET",  # in place of --engine-secret-file
         "PELLUCID_KERNELS",  # the engine's, to force an instruction set
         "PELLUCID_PEPPER",  # the secret of the API keys, in place of --pepper-file
-        "PELLUCID_FUZZ_CASES", "PELLUCID_FUZZ_SEED",  # the test suite's, as these
-        "PELLUCID_SHARED", "PELLUCID_TEST_GGUF", "PELLUCID_TEST_LIBRARIES", "PELLUCID_WRITE_GOLDEN",
+        "PELLUCID_FUZZ_CASES", "PELLUCID_FUZZ_SEED", "PELLUCID_PAGE_SOAK_S",  # the test suite's, as these
+        "PELLUCID_SCREENSHOTS", "PELLUCID_SHARED", "PELLUCID_TEST_GGUF", "PELLUCID_TEST_LIBRARIES",
+        "PELLUCID_WRITE_GOLDEN",
     }
 )  # fmt: skip
 """Those that are no options; tests/tidy looks for more of them."""
@@ -371,6 +374,27 @@ OPTIONS = (
         parse=parse_url,
     ),
     Option(
+        name="otlp_metrics",
+        default="false",
+        metavar="",
+        help="Metrics go there as well, every 10 s.",
+        parse=parse_switch,
+    ),
+    Option(
+        name="export_trace",
+        default="",
+        metavar="FILE",
+        help="Append spans to a file, as OTLP JSON lines, which Jaeger's page takes.",
+        parse=str,
+    ),
+    Option(
+        name="trace_sample",
+        default="1",
+        metavar="RATIO",
+        help="Of requests that neither failed, were slow nor are traced by their caller, the share that is traced.",
+        parse=parse_share,
+    ),
+    Option(
         name="flight_memory",
         default="64MiB",
         metavar="SIZE",
@@ -438,6 +462,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain: float
     cors_origin: tuple[str, ...]
     otlp_endpoint: str
+    otlp_metrics: bool
+    export_trace: str
+    trace_sample: float
     flight_memory: int
     log_level: str
     log_format: str

@@ -264,6 +264,9 @@ def gateway_options(
         admin_host=options.admin_host,
         admin_listener=admin.fileno() if admin is not None else -1,
         otlp_endpoint=options.otlp_endpoint,
+        otlp_metrics=options.otlp_metrics,
+        export_trace=str(Path(options.export_trace).expanduser().absolute()) if options.export_trace else "",
+        trace_sample=options.trace_sample,
         cors_origins=options.cors_origin,
         body_bytes_max=options.max_body,
         request_timeout_s=options.request_timeout,
@@ -305,5 +308,6 @@ def banner(
         f"\n{model_name} is served at {base}/v1, {started}.{missing}  {how}:\n\n"
         f"{curl}\n\n"
         f"{python} -c {shlex.quote(program)}{hint}\n\n"
+        f"What is happening now: {base}/\n"
         f"Where the time of each request went: {base}/debug/requests\n"
     )

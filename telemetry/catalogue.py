@@ -23,6 +23,7 @@ from telemetry.vocabulary import (
     NS_PER_S,
     PROMISES,
     STEP_BUCKETS_S,
+    STREAMED_ROUTES,
     TOKEN_BUCKETS,
     UPSTREAM_RESULTS,
     WAITING_STATES,
@@ -57,6 +58,12 @@ def token_gap_mean_ns(record: RequestRecord) -> int | None:
 def _token_gap(record: RequestRecord) -> Points:
     gap_ns = token_gap_mean_ns(record)
     return [] if gap_ns is None else [((record.route,), gap_ns)]
+
+
+def _states(record: RequestRecord) -> Points:
+    if record.route in STREAMED_ROUTES:
+        return []
+    return [((state,), spent_ns) for state, spent_ns in record.states.items()]
 
 
 def _was_admitted(record: RequestRecord) -> bool:
@@ -105,6 +112,7 @@ def _latency(name: str, help: str, labels: tuple[str, ...], read: Callable[[Requ
         buckets=LATENCY_BUCKETS_S,
         divisor=NS_PER_S,
         of_request=read,
+        exemplars=True,
         zeros=labels == ("route",),
         zeros_of={"route": GENERATING_ROUTES} if labels == ("route",) else {},
     )
@@ -153,11 +161,11 @@ REQUEST_METRICS = (
     Metric(
         name="pellucid_request_state_seconds_total",
         kind="counter",
-        help="Time that ended requests have spent in each state; the states sum to their durations.",
+        help="Time that ended requests have spent in each state; the states sum to durations.  Without live views.",
         unit="seconds",
         labels=("state",),
         divisor=NS_PER_S,
-        of_request=lambda r: [((state,), spent_ns) for state, spent_ns in r.states.items()],
+        of_request=_states,
         zeros=True,
     ),
     Metric(

@@ -5,6 +5,7 @@ Everything here is bounded: rings forget the oldest, and the requests in flight 
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 
 import msgspec
 
@@ -90,6 +91,8 @@ class Recent:
         self._starts_ns: deque[int] = deque(maxlen=STARTS_MAX)
         self.memory: dict[str, Samples] = {}
         self.live: dict[str, LiveRequest] = {}
+        self.steps_seen = 0
+        """Steps, ever."""
         self.replicas: dict[int, Replica] = {}
 
     def opened(self, live: LiveRequest) -> bool:
@@ -116,6 +119,7 @@ class Recent:
         """Remember a step; its finished requests have a life of their own."""
         record = msgspec.structs.replace(record, finished=())
         self._steps.append(record)
+        self.steps_seen += 1
         if not self._totals or record.ended_ns - self._totals[-1].first_ns > GRAIN_NS:
             self._totals.append(StepTotals())
         self._totals[-1].add(record)
@@ -184,6 +188,10 @@ class Recent:
         everything: list[RequestRecord | LiveRequest] = [*self._requests.values(), *live]
         everything.sort(key=_began_ns, reverse=True)
         return everything[: max(0, limit)]
+
+    def ended(self) -> Iterable[RequestRecord]:
+        """Those that have ended."""
+        return self._requests.values()
 
     def steps(self, limit: int) -> list[StepRecord]:
         """At most `limit` steps, newest first."""

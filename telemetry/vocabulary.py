@@ -42,6 +42,9 @@ ROUTES = (
     "/debug/why/{id}",
     "/debug/doctor",
     "/debug/kv",
+    "/debug/live",
+    "/",
+    "/page/{name}",
     "/admin",
     OTHER,
 )
@@ -56,9 +59,14 @@ OBSERVING_ROUTES = (
     "/debug/why/{id}",
     "/debug/doctor",
     "/debug/kv",
+    "/debug/live",
+    "/",
+    "/page/{name}",
     "/admin",
 )
 """Routes of those who look: counted, but not traced, logged or remembered among the requests."""
+STREAMED_ROUTES = ("/debug/live",)
+"""Of those who look for as long as they like: how long that was is no latency, and in no sum with others."""
 GENERATING_ROUTES = ("/v1/chat/completions", "/v1/completions")
 OUTCOMES = (
     # As the engine ends requests.
@@ -90,6 +98,9 @@ OUTCOMES = (
     "error",
     OTHER,
 )
+TIME_TO_FIRST_TOKEN_S = 2.0
+TIME_PER_OUTPUT_TOKEN_S = 0.2
+"""What is promised to those who ask.  Bounds of the buckets, so that no share of them is interpolated."""
 FINISHED_OUTCOMES = ("stop", "length")
 """The outcomes of a request that got all that it asked for."""
 FAULTS = (
@@ -118,8 +129,8 @@ LEVELS = ("organisation", "tenant", "key")
 """Whose limits hold for a request, widest first."""
 LIMITS = ("requests", "tokens", "concurrent", "spend")
 DROP_REASONS = (
-    "sink_full", "live_full", "consumer_failed", "spans_queue_full", "spans_export_failed", "log_lines",
-    "flight",
+    "sink_full", "live_full", "consumer_failed", "spans_queue_full", "spans_export_failed", "spans_file_queue_full",
+    "spans_file_failed", "log_lines", "flight",
 )  # fmt: skip
 
 LABELS: dict[str, tuple[str, ...]] = {
@@ -256,6 +267,8 @@ class Metric:
     of_view: Callable[[View], Points] | None = None
     join: Literal["sum", "most", "least", "first"] = "sum"
     """What becomes of the numbers of several gateway workers; see `telemetry.numbers`."""
+    exemplars: bool = False
+    """Whether the buckets name the last request in them whose trace is kept."""
     zeros: bool = False
     """
     Whether all series of its closed labels are there, at zero, before anything has happened.

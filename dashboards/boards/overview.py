@@ -1,14 +1,9 @@
 """Overview: does it serve, how well, and is anything of it missing."""
 
 from dashboards.board import HERE, REPLICA, REPLICA_LEGEND, Board, Line, Panel, Row
-from dashboards.objectives import (
-    OBJECTIVES,
-    TIME_PER_OUTPUT_TOKEN_S,
-    TIME_TO_FIRST_TOKEN_S,
-    burn_rate,
-)
+from dashboards.objectives import OBJECTIVES, burn_rate
 from dashboards.promql import Scope
-from telemetry.vocabulary import GENERATING_ROUTES
+from telemetry.vocabulary import GENERATING_ROUTES, TIME_PER_OUTPUT_TOKEN_S, TIME_TO_FIRST_TOKEN_S
 
 _BY_SLO = {one.slo: one for one in OBJECTIVES}
 _QUANTILES = (0.5, 0.95, 0.99)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.api import (
@@ -18,9 +19,12 @@ from engine.api import (
     GenerateRequest,
     Hello,
     Load,
+    Look,
     Message,
     PrefixNews,
+    Question,
     Sampling,
+    Sight,
     StepFrame,
     TokenLogprobs,
     Usage,
@@ -28,7 +32,7 @@ from engine.api import (
     encode,
 )
 from engine.server import STEPS_BACKLOG_MAX, ListenError, Server, listen_on
-from telemetry.records import RequestRecord, StepRecord
+from telemetry.records import KvBook, RequestRecord, StepRecord
 
 HELLO = Hello(
     epoch="e",
@@ -59,7 +63,7 @@ class Gateway:
         self.peer.connect(str(path))
         self._frames = self._read()
 
-    def send(self, *messages: Message) -> None:
+    def send(self, *messages: Message | Question) -> None:
         self.peer.sendall(b"".join(encode(message) for message in messages))
 
     def next(self) -> EngineFrame:
@@ -330,3 +334,28 @@ def test_a_stale_socket_file_is_replaced_and_tcp_works(path: Path) -> None:
     listener = listen_on("tcp:127.0.0.1:0")
     assert listener.getsockname()[1] > 0
     listener.close()
+
+
+SIGHT = Sight(step_id=4, block_slots=1, book=KvBook(total=1, free=1), runs=((1, 0, 0, -1, 0),), sequences=())
+
+
+def test_who_looks_is_shown_what_there_is_once_for_all_that_it_has_asked(server: Server, connect: Connect) -> None:
+    looks = 0
+
+    def look() -> Sight:
+        nonlocal looks
+        looks += 1
+        return SIGHT
+
+    server.shows(look)
+    one, two = connect(), connect()
+    one.send(Look(), Look(), Look(), request("a"))
+    assert server.poll(5) == [request("a")]
+    shown = one.next()
+    assert isinstance(shown, Sight) and shown.spent_ns > 0 and msgspec.structs.replace(shown, spent_ns=0) == SIGHT
+    assert looks == 1, "it is shown no more while it has not read"
+    server.publish(StepFrame(step=step(1)))
+    assert one.next() == two.next() == StepFrame(step=step(1)), "others are shown nothing"
+    one.send(Look())
+    server.poll(5)
+    assert isinstance(one.next(), Sight) and looks == 2

@@ -27,6 +27,7 @@ from engine.api import (
     FrameReader,
     GenerateRequest,
     Hello,
+    Look,
     Ping,
     Pong,
     StepFrame,
@@ -247,7 +248,7 @@ class FakeEngine:
             elif isinstance(message, Ping):
                 if not self.mute:
                     writer.write(encode(Pong()))
-            else:
+            elif not isinstance(message, Look):  # which it never answers
                 self.requests.append(message)
                 job = self._jobs[message.request_id] = Job(self, message, writer)
                 task = asyncio.ensure_future(_behave(self.behaviour, job))

@@ -7,27 +7,31 @@ import asyncio
 import secrets
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from engine.api import Hello, WeightFacts
+from engine.api import Hello, Sight, WeightFacts
 from engine.config import SchedulerConfig
 from engine.device.fake import FakeRunner
 from engine.loop import Loop
 from engine.scheduler import Scheduler
 from engine.server import Server
+from engine.sight import sight_of
 from engine.speculate import Speculation
 from gateway.__main__ import listen
 from gateway.app import Application
 from gateway.config import GatewayOptions
 from gateway.protocol import http_config
 from gateway.tokens import ModelText, load
-from telemetry.clock import CLOCK_ID
+from telemetry.clock import CLOCK_ID, now_ns
 from telemetry.hub import Hub
 from telemetry.records import RequestRecord
+from telemetry.spans import SpanData
+from tests.contract.telemetry.trees import check_tree, sent
 from tests.http.model_files import EOS_ID
 
 MODEL = "tiny"
@@ -35,11 +39,47 @@ WEIGHTS = WeightFacts("gptq", 4, 64, "gptq-4bit-g64", "0123456789abcdef")
 WAIT_S = 15.0
 
 
+class Trees:
+    """Takes spans, and looks whether each tree is whole, whatever the request and its end."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.spans = 0
+
+    def submit(self, spans: Sequence[SpanData]) -> bool:
+        """Nobody keeps it."""
+        self.spans += len(spans)
+        try:
+            check_tree([sent(span) for span in spans])
+        except (AssertionError, ValueError) as error:
+            self.faults.append(f"{spans[0].name}: {error}")
+        return False
+
+    def drops(self) -> dict[str, int]:
+        """None."""
+        return {}
+
+    def pending_spans(self) -> int:
+        """None."""
+        return 0
+
+    async def stop(self, flush_s: float) -> None:
+        """Nothing is left."""
+
+
 class RecordingHub(Hub):
     """The real hub, which also keeps what it was given."""
 
-    def __init__(self, otlp_endpoint: str = "") -> None:
-        super().__init__(model=MODEL, otlp_endpoint=otlp_endpoint)
+    def __init__(self, options: GatewayOptions) -> None:
+        self.trees = Trees()
+        super().__init__(
+            model=MODEL,
+            otlp_endpoint=options.otlp_endpoint,
+            otlp_metrics=options.otlp_metrics,
+            trace_file=options.export_trace,
+            trace_sample=options.trace_sample,
+            also_to=(self.trees,),
+        )
         self.records: list[RequestRecord] = []
         self.change = threading.Condition()
 
@@ -56,7 +96,7 @@ class LiveGateway:
 
     def __init__(self, options: GatewayOptions) -> None:
         self.options = options
-        self.hub = RecordingHub(options.otlp_endpoint)
+        self.hub = RecordingHub(options)
         self._text = load(Path(options.model)) if options.engines else None
         self.application = Application(options, self._text, self.hub)
         self._listener = listen(options.host, 0)
@@ -90,6 +130,7 @@ class LiveGateway:
         self._server.should_exit = True
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive(), "the gateway does not stop"
+        assert not self.hub.trees.faults
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -173,14 +214,21 @@ class ShellEngine:
             eos_ids=facts.eos_ids,
             weights=WEIGHTS,
         )
+        self.looks = 0
+        """How often somebody has looked into it."""
         self.scheduler = Scheduler(config, speculation=speculation)
         self._server = Server(path if secret else f"unix:{path}", hello, secret)
+        self._server.shows(self._look)
         self._loop = Loop(self.scheduler, self.device, self._server)
         self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
 
     def start(self) -> None:
         """Serve."""
         self._thread.start()
+
+    def _look(self) -> Sight:
+        self.looks += 1
+        return sight_of(self.scheduler.pool, [*self.scheduler.running, *self.scheduler.waiting], now_ns())
 
     def kill(self) -> None:
         """Vanish, as far as gateways can tell: no last word, and nobody listens."""

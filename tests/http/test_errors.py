@@ -118,7 +118,8 @@ class TestModel:
 
 class TestUrls:
     @pytest.mark.parametrize(
-        "path", ["/", "/v1", "/v1/nothing", "/v1/chat/completions/x", "/%00", "/debug/requests/none/such"]
+        "path",
+        ["/page/no.js", "/page/x/y", "/v1", "/v1/no", "/v1/chat/completions/x", "/%00", "/debug/requests/no/such"],
     )
     def test_unknown(self, shell: LiveGateway, path: str) -> None:
         error_of(shell.client.get(path), 404, "invalid_request_error", "not_found")

@@ -87,6 +87,7 @@ class Fuzzer:
         results = list(schemathesis.openapi.from_dict(document).get_all_operations())
         found = [result.ok() for result in results if isinstance(result, Ok)]
         assert len(found) == len(results)
+        found = [one for one in found if one.path != "/debug/live"]  # a stream without an end
         if generation == GenerationMode.NEGATIVE:
             found = [one for one in found if one.body]  # nothing else can be bad
         weights = [8 if operation.body else 2 if operation.path_parameters else 0 for operation in found]

@@ -30,7 +30,15 @@ pytestmark = pytest.mark.usefixtures("patient")
 REQUESTS, TOKENS = 6, 600  # so few that what time gives back while a test runs is less than one
 ALL = Limits(requests_per_minute=REQUESTS, tokens_per_minute=TOKENS, concurrent=5)
 OPEN = ("/health", "/ready", "/metrics", "/openapi.json")
-CLOSED = ("/v1/models", "/v1/models/tiny", "/debug/requests", "/debug/requests/x", "/debug/steps", "/debug/kv")
+CLOSED = (
+    "/v1/models",
+    "/v1/models/tiny",
+    "/debug/requests",
+    "/debug/requests/x",
+    "/debug/steps",
+    "/debug/kv",
+    "/debug/live",
+)
 
 
 # ---- who

@@ -25,6 +25,7 @@ from engine.snapshot import Snapshot, capture
 from engine.speculate import Speculation
 from telemetry.records import RequestRecord
 from tests.sim.guesses import Generous, Guesser
+from tests.sim.sights import check_sight
 
 STEPS_MAX = 20_000
 STEP_NS_MAX = 5_000_000
@@ -136,6 +137,7 @@ class Simulation:
         self.journal.append(Planned(self.notes.note(plan), self.now_ns))
         assert plan.tokens <= self.config.tokens_step_max
         self.scheduler.check()
+        check_sight(self.scheduler, self.now_ns)
         self.now_ns += self.random.randrange(1, STEP_NS_MAX)
         aborts = not self.patient and self.random.random() < 0.2
         if aborts:
@@ -148,6 +150,7 @@ class Simulation:
         if self.photographer.random() < self.snapshots:
             self._snapshot()
         self.scheduler.check()
+        check_sight(self.scheduler, self.now_ns)
         self._take(outcome)
         self._count_rows(plan, outcome, aborts=aborts)
 
