@@ -244,8 +244,6 @@ LONG_STEPS = Setup(("--max-step-tokens", "4096"))
 IN_TORCH = (("PELLUCID_KERNELS", "torch"),)
 WITH_KEYS = Setup(keys=True)
 NO_LOAD = Background(rate_s=1.0)
-    rate_s=1.5, tokens=(150, 220)
-)  # who comes while the loop is held up is not known to have waited
 STORIES = Background(rate_s=2.0, tokens=(100, 200))
 SAGAS = Background(rate_s=1.5, tokens=(150, 220))  # who comes while the loop is held up is not known to have waited
 MANY_STORIES = Background(rate_s=5.0, tokens=(60, 100))
