@@ -4,6 +4,7 @@
 #   make test      set up with the test extras, then the whole suite          (ARGS='-k name' to choose)
 #   make page-soak   the live page open for ten minutes, under load: nothing may grow   (SECONDS=600)
 #   make chaos     the whole appliance while its processes are killed, stopped and starved, and after thousands of requests
+#   make faults    what makes an appliance slow, put into one, one cause at a time: does the doctor name it?  takes 40 minutes
 #   make check     lint, format, types, licences of dependencies and their known vulnerabilities
 #   make test-sanitized   the tests of the native kernels with a build that checks every access; needs g++
 #   make fuzz      5,000 requests made from our own OpenAPI document, on a live gateway   (CASES=20000 SEED=7)
@@ -21,8 +22,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: help serve test page-soak chaos test-sanitized test-auto-gptq fuzz check format bench bench-engine bench-routing bench-peers \
-	quality install lock clean
+.PHONY: help serve test page-soak chaos faults test-sanitized test-auto-gptq fuzz check format bench bench-engine bench-routing \
+	bench-peers quality install lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -64,6 +65,11 @@ test-sanitized: $(VENV)/everything.stamp
 		tests/torch/test_native_products.py tests/torch/test_native_decoder.py tests/torch/test_native_bits.py \
 		tests/torch/test_native_plans.py tests/torch/test_sampler.py tests/torch/test_shared_memory.py \
 		tests/torch/test_native_ranks.py
+
+# Some 40 minutes: ARGS='--causes client,redis --seeds 1' runs a part.
+faults: $(VENV)/everything.stamp
+	$(BIN)/pellucid model pull
+	PYTHONPATH=. $(BIN)/python -m tests.faults $(ARGS)
 
 CASES ?= 5000
 SEED ?= 1

@@ -70,9 +70,11 @@ def read_books(metrics: str) -> Books:
 class Appliance:
     """One that runs."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, pid: int) -> None:
         self.session = session
         self.url = url
+        self.pid = pid
+        """Of the supervisor."""
 
     async def get(self, path: str) -> bytes:
         """The body at `path`.  Raises aiohttp.ClientError and TimeoutError."""
@@ -100,10 +102,14 @@ class Appliance:
 
 @asynccontextmanager
 async def serving(
-    options: Sequence[str], data: Path, environ: Mapping[str, str], *, replicas: int
+    options: Sequence[str], data: Path, environ: Mapping[str, str], *, replicas: int, program: str = "pellucid"
 ) -> AsyncIterator[Appliance]:
-    """An appliance with its data in `data`, of which `replicas` serve, until the block ends.  Raises Refused."""
-    command = [sys.executable, "-m", "pellucid", "serve", "--port", "0", "--data-dir", str(data), *options]
+    """
+    An appliance with its data in `data`, of which `replicas` serve, until the block ends.  Raises Refused.
+
+    `program`: the module with the command line.
+    """
+    command = [sys.executable, "-m", program, "serve", "--port", "0", "--data-dir", str(data), *options]
     log = data.with_suffix(".log")
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
@@ -117,7 +123,7 @@ async def serving(
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             until_s = time.monotonic() + START_S
-            appliance = Appliance(session, await _address(process, log))
+            appliance = Appliance(session, await _address(process, log), process.pid)
             while await appliance.serving() < replicas:
                 if time.monotonic() > until_s:
                     raise Refused(f"not all of its {replicas} replicas serve after {START_S:g} s: {last_words(log)}")

@@ -229,8 +229,9 @@ _OURSELVES = (
         severity="warning",
         summary="{{ $labels.instance }} loses telemetry: {{ $labels.reason }}",
         description="{{ $value | humanize }} records, spans or log lines in 10 minutes; no request has waited.",
-        action="spans_*: the collector behind --otlp-endpoint is slow or away. sink_full, live_full: the gateway has "
-        "too little processor. log_lines: whoever reads its stderr does not. consumer_failed: a bug, see the log.",
+        action="spans_file_*: the disk of --export-trace is full or slow. Other spans_*: the collector behind "
+        "--otlp-endpoint is slow or away. sink_full, live_full: the gateway has too little processor. "
+        "log_lines: whoever reads its stderr does not. consumer_failed: a bug, see the log.",
     ),
     Alert(
         name="PellucidDegenerateOutput",

@@ -76,10 +76,17 @@ def shares_over(evidence: Evidence, steps: Iterable[StepRecord] | None = None) -
     for name, amount_ns in spent.items():
         shares[name] = min(left, max(0.0, amount_ns / busy_ns))
         left -= shares[name]
-    full = totals.tokens and totals.full_tokens / totals.tokens > FULL_STEPS
-    fixed = whole.fixed_share() if full and totals.prefill_tokens else 0.0
+    fixed = whole.fixed_share() if totals.prefill_tokens and _full(totals, evidence) else 0.0
     prompts = totals.prefill_tokens / totals.tokens if totals.tokens else 0.0
     return Shares(shares, fixed, prompts, _missed(evidence.requests))
+
+
+def _full(totals: StepTotals, evidence: Evidence) -> bool:
+    """Whether steps are as large as they may be, in general and here."""
+    whole, most = evidence.totals, evidence.facts.tokens_step_max
+    as_large = whole.tokens_max if most is None else most
+    often = whole.full_tokens > FULL_STEPS * whole.tokens
+    return often and min(whole.tokens_max, totals.tokens_max) >= as_large > 0
 
 
 def _late_ns(totals: StepTotals, whole: StepTotals) -> float:

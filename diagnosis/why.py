@@ -17,8 +17,10 @@ BASELINE_MIN = 5
 """Requests that there have to be before anybody speaks of what is usual."""
 WORTH = 0.02
 """Of the request's time: less is not a cause."""
-BLAMED = 0.1
-"""Of the request's time, what a fault must have taken to be named before the request's own work."""
+BLAMED, BLAMED_UNUSUAL = 0.2, 0.1
+"""Of the request's time, what a fault must have taken to be named before the request's own work; if it is unusual."""
+UNUSUAL = 1.5
+"""So many times what it usually takes."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +148,7 @@ def _names(evidence: Evidence) -> Mapping[tuple[int, int], str]:
 def _summary(record: RequestRecord, e2e_ns: int, findings: Sequence[Finding]) -> str:
     """One sentence."""
     whole = f"{duration(e2e_ns)}"
-    faults = [one for one in findings if not BY_NAME[one.cause].ordinary and one.share >= BLAMED]
+    faults = [one for one in findings if not BY_NAME[one.cause].ordinary and _is_blamed(one)]
     blamed = faults or findings
     if not blamed:
         return f"It took {whole}."
@@ -159,6 +161,11 @@ def _summary(record: RequestRecord, e2e_ns: int, findings: Sequence[Finding]) ->
     if record.first_token_ns:
         said += f" The first token came after {duration(record.first_token_ns)}."
     return said
+
+
+def _is_blamed(one: Finding) -> bool:
+    unusual = one.baseline_ns is not None and one.ns >= UNUSUAL * one.baseline_ns
+    return one.share >= (BLAMED_UNUSUAL if unusual else BLAMED)
 
 
 def duration(spent_ns: int) -> str:

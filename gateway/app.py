@@ -48,7 +48,10 @@ class Application:
             model=options.model_name,
             version=_version(),
             otlp_endpoint=options.otlp_endpoint,
-            step_books=options.worker == 0,
+            otlp_metrics=options.otlp_metrics,
+            trace_file=options.export_trace,
+            trace_sample=options.trace_sample,
+            first=options.worker == 0,
             flight=open_records(
                 options.flight_directory, f"gateway-{options.worker}", ring_bytes=options.flight_memory_bytes
             ),
@@ -59,6 +62,7 @@ class Application:
         self.backend = Backend(options, self.hub, _index(options, self.admission), suspects)
         self.hub.watch_limits(self.admission.view)
         self.siblings = Siblings(options, self.hub)
+        self.hub.push_numbers(self.siblings.numbers)
         self.upstreams = Upstreams(options, os.environ)
         self.hub.watch_upstreams(tuple(self.upstreams.pools), self.upstreams.views)
         self.gateway = Gateway(options, text, self.backend, self.hub, self.admission, self.siblings, self.upstreams)

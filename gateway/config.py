@@ -144,6 +144,12 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Who knows it may change them; the process takes it from its environment."""
     otlp_endpoint: str = ""
     """Base URL for OTLP over HTTP, e.g. http://127.0.0.1:4318; empty: OTEL_EXPORTER_OTLP_ENDPOINT, or no traces."""
+    otlp_metrics: bool = False
+    """Metrics go there as well."""
+    export_trace: str = ""
+    """The file that spans are appended to; empty: none."""
+    trace_sample: float = 1.0
+    """The share of requests whose trace is kept without a reason."""
     cors_origins: tuple[str, ...] = ("*",)
     body_bytes_max: int = 8 * 1024 * 1024
     body_timeout_s: float = 20.0

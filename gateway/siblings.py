@@ -102,11 +102,15 @@ class Siblings:
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         """`/metrics`, and its content type."""
+        return exposition(await self.numbers(), accept)
+
+    async def numbers(self) -> Numbers:
+        """Those of all workers, as one."""
         answers, silent = await self._ask(_Count(), Numbers)
         written = [numbers for number in silent if (numbers := self._read(number)) is not None]
         own = self._hub.numbers(workers=max(1, len(self._sockets)), workers_silent=len(silent))
         self._write(own)
-        return exposition(join([own, *answers, *written]), accept)
+        return join([own, *answers, *written])
 
     async def requests(self) -> tuple[list[JsonObject], JsonObject]:
         """The newest requests of all, newest first, and who has said nothing."""

@@ -22,6 +22,7 @@ from launch.parse import (
     parse_engines,
     parse_list,
     parse_redis,
+    parse_share,
     parse_speculative,
     parse_switch,
     parse_text,
@@ -372,6 +373,27 @@ OPTIONS = (
         parse=parse_url,
     ),
     Option(
+        name="otlp_metrics",
+        default="false",
+        metavar="",
+        help="Metrics go there as well, every 10 s.",
+        parse=parse_switch,
+    ),
+    Option(
+        name="export_trace",
+        default="",
+        metavar="FILE",
+        help="Append spans to a file, as OTLP JSON lines, which Jaeger's page takes.",
+        parse=str,
+    ),
+    Option(
+        name="trace_sample",
+        default="1",
+        metavar="RATIO",
+        help="Of requests that neither failed, were slow nor are traced by their caller, the share that is traced.",
+        parse=parse_share,
+    ),
+    Option(
         name="flight_memory",
         default="64MiB",
         metavar="SIZE",
@@ -439,6 +461,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain: float
     cors_origin: tuple[str, ...]
     otlp_endpoint: str
+    otlp_metrics: bool
+    export_trace: str
+    trace_sample: float
     flight_memory: int
     log_level: str
     log_format: str

@@ -48,6 +48,17 @@ def seconds(*, least: float, most: float = 86400.0) -> Callable[[str], float]:
     return parse
 
 
+def parse_share(text: str) -> float:
+    """A share of a whole."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
+    if not 0 <= value <= 1:  # also false for NaN
+        raise ValueError(f"{text} is not in 0 .. 1")
+    return value
+
+
 def one_of(*choices: str) -> Callable[[str], str]:
     """A parser of a closed vocabulary."""
 

@@ -112,6 +112,7 @@ def _latency(name: str, help: str, labels: tuple[str, ...], read: Callable[[Requ
         buckets=LATENCY_BUCKETS_S,
         divisor=NS_PER_S,
         of_request=read,
+        exemplars=True,
         zeros=labels == ("route",),
         zeros_of={"route": GENERATING_ROUTES} if labels == ("route",) else {},
     )

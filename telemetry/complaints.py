@@ -26,3 +26,25 @@ class Complaints:
             return
         self._last_ns[kind] = now_ns
         self._logger.error(message + " (%d more held back)", *values, self._held_back.pop(kind, 0), exc_info=exc_info)
+
+
+class Outage:
+    """Says when something begins to fail and when it works again, and nothing in between."""
+
+    def __init__(self, logger: logging.Logger, what: str, where: str) -> None:
+        """`what` does not get to `where`."""
+        self._logger = logger
+        self._what = what
+        self._where = where
+        self._working = True
+
+    def tell(self, reason: str, *, lost: int) -> None:
+        """How it went this time; empty: well."""
+        if (not reason) == self._working:
+            return
+        self._working = not reason
+        if self._working:
+            self._logger.warning("%s reach %s again; %d were lost", self._what, self._where, lost)
+        else:
+            text = "%s do not reach %s; requests are not affected (%s)"
+            self._logger.error(text, self._what, self._where, reason)

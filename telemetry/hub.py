@@ -12,29 +12,29 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from telemetry import clock
 from telemetry.books import request_mismatches, step_mismatches
 from telemetry.complaints import Complaints
-from telemetry.deliver import SpanExport, open_export
+from telemetry.deliver import SpanExport
 from telemetry.disturbance import host_pressure_ns
 from telemetry.evidence import Evidence
-from telemetry.export import target
+from telemetry.export import exports
 from telemetry.flight import Records
 from telemetry.live import LiveRequest, TraceContext, accept_trace
 from telemetry.logs import dropped_lines, log_request
 from telemetry.metrics import Metrics
 from telemetry.numbers import Numbers, exposition
+from telemetry.outgoing import Outgoing
 from telemetry.recent import BLOCK_SLOTS, Recent
 from telemetry.records import RequestRecord, StepRecord
-from telemetry.runtime import RuntimeSampler
+from telemetry.runtime import Overlaps, RuntimeSampler, loop_tasks, resident_bytes
 from telemetry.served import Served, served
 from telemetry.sink import Sink
-from telemetry.spans import request_spans, wall_offset_ns
+from telemetry.spans import SpanData
 from telemetry.views import Json, JsonObject, kv_json, request_json, step_json
 from telemetry.vocabulary import LimitsView, ReplicaView, UpstreamView, View
 
@@ -68,14 +68,6 @@ class _Observation(NamedTuple):
     amount: int
 
 
-class Overlaps(NamedTuple):
-    """Times that overlap with the states of requests."""
-
-    gc_pause_ns: int
-    loop_lag_ns: int
-    starved_ns: int
-
-
 class _Ended(NamedTuple):
     """A request's record, with what was known of it in flight."""
 
@@ -95,7 +87,11 @@ class Hub:
         model: str = "",
         version: str = "",
         otlp_endpoint: str = "",
-        step_books: bool = True,
+        otlp_metrics: bool = False,
+        trace_file: str = "",
+        trace_sample: float = 1.0,
+        first: bool = True,
+        also_to: tuple[SpanExport, ...] = (),
         flight: Records | None = None,
     ) -> None:
         """
@@ -105,21 +101,37 @@ class Hub:
             model: what is served.
             version: ours.
             otlp_endpoint: what the command line says; empty: what the OTEL_* variables say.
-            step_books: whether the books of steps are checked, and the steps kept in the flight recorder; of several
-                that hear of the same steps, by one.
+            otlp_metrics: whether metrics go there as well.
+            trace_file: where spans are written; empty: nowhere.
+            trace_sample: the share of traces that are kept without a reason.
+            first: of several that hear of the same steps, the one that checks their books, records them and
+                pushes metrics.
+            also_to: further takers of spans.
             flight: the flight recorder; None: there is none.
         """
         self._models = (model,) if model else ()
         self._version = version
-        self._step_books = step_books
+        self._first = first
         self._flight = flight
         self._sink: Sink[_Item] = Sink(items_max=RECORDS_MAX)
         self._recent = Recent(requests_max=REQUESTS_MAX, steps_max=STEPS_MAX, live_max=LIVE_MAX)
         self._metrics = Metrics(models=self._models)
         self._upstreams: Callable[[], tuple[UpstreamView, ...]] = tuple
         self._drops: dict[str, int] = {"live_full": 0, "consumer_failed": 0}
-        self._target = target(otlp_endpoint, os.environ)
-        self._export: SpanExport | None = None
+        settings = exports(
+            endpoint=otlp_endpoint,
+            metrics=otlp_metrics,
+            trace_file=trace_file,
+            trace_sample=trace_sample,
+            environ=os.environ,
+        )
+        self._outgoing = Outgoing(
+            settings if first else replace(settings, metrics=None),
+            version=version,
+            also_to=also_to,
+            kept=self._exemplify,
+            look=self._own_numbers,
+        )
         self._runtime = RuntimeSampler(self)
         self._complaints = Complaints(_logger)
         self._pumping: asyncio.Task[None] | None = None
@@ -131,6 +143,7 @@ class Hub:
         """A request has begun; `request` with the same id closes it."""
         if not self._recent.opened(live):
             self._drops["live_full"] += 1
+        self._outgoing.opened(live)
 
     def request(self, record: RequestRecord) -> None:
         """A request has ended."""
@@ -163,10 +176,13 @@ class Hub:
         self._upstreams = look
         self._metrics.learn(models=models, upstreams=[view.name for view in look()])
 
+    def push_numbers(self, look: Callable[[], Awaitable[Numbers]]) -> None:
+        """Where to look for the numbers of all workers, which are pushed for all."""
+        self._outgoing.look = look
+
     def disturbed(self) -> Overlaps:
         """What has disturbed this process so far, all times together."""
-        runtime = self._runtime
-        return Overlaps(runtime.gc_pause_ns, runtime.loop_lag_ns(clock.now_ns()), runtime.starved_ns)
+        return self._runtime.overlaps(clock.now_ns())
 
     # What people and scrapers ask.
 
@@ -233,9 +249,7 @@ class Hub:
     async def start(self) -> None:
         """Begin to pump, to measure the runtime and, where an endpoint is set, to export spans."""
         assert self._pumping is None, "started twice"
-        if self._target is not None and self._export is None:
-            self._export = open_export(self._target, version=self._version)
-            _logger.info("spans go to %s (%s)", self._target.shown, self._target.protocol)
+        self._outgoing.start()
         self._runtime.start()
         self._pumping = asyncio.create_task(self._pump_for_ever(), name="telemetry pump")
 
@@ -249,8 +263,7 @@ class Hub:
         self._pumping = None
         await self._runtime.stop()
         self._pump_all()
-        if self._export is not None:
-            await self._export.stop(FLUSH_S)
+        await self._outgoing.stop(FLUSH_S)
         if self._flight is not None:
             self._flight.close()
 
@@ -289,7 +302,8 @@ class Hub:
             self._guard("metrics", self._metrics.step, item)
             self._guard("recent", self._remember_step, item)
             self._guard("books", self._check_step, item)
-            if self._flight is not None and self._step_books:
+            self._guard("spans", self._outgoing.step, item)
+            if self._flight is not None and self._first:
                 self._guard("flight", self._flight.step, item)
         else:
             self._guard("metrics", self._observe, item)
@@ -298,10 +312,13 @@ class Hub:
         self._recent.step(step, clock.now_ns())
 
     def _trace(self, ended: _Ended) -> None:
-        if self._export is not None:
-            spans = request_spans(ended.record, ended.live, offset_ns=wall_offset_ns())
-            if spans:
-                self._export.submit(spans)
+        self._outgoing.request(ended.record, ended.live)
+
+    def _exemplify(self, record: RequestRecord, root: SpanData) -> None:
+        self._metrics.exemplify(record, trace_id=root.trace_id, span_id=root.span_id, at_ns=root.ended_ns)
+
+    async def _own_numbers(self) -> Numbers:
+        return self.numbers()
 
     def _observe(self, item: _Observation) -> None:
         self._metrics.feed(item.metric, item.labels, item.amount)
@@ -311,7 +328,7 @@ class Hub:
             self._mismatch(book, amount, f"request {record.request_id}")
 
     def _check_step(self, record: StepRecord) -> None:
-        if self._step_books:
+        if self._first:
             for book, amount in step_mismatches(record):
                 self._mismatch(book, amount, f"step {record.step_id} of replica {record.replica}")
         for finished in record.finished:
@@ -341,16 +358,17 @@ class Hub:
             )
             for number, replica in sorted(self._recent.replicas.items())
         )
-        further = self._export.drops() if self._export is not None else {}
-        if self._flight is not None:
-            further["flight"] = self._flight.lost
+        flight = {"flight": self._flight.lost} if self._flight is not None else {}
         return View(
             replicas=tuple(replicas),
             upstreams=self._upstreams(),
             live=dict(Counter(live.route for live in self._recent.live.values())),
-            drops=self._drops | {"sink_full": self._sink.dropped, "log_lines": dropped_lines()} | further,
+            drops=self._drops
+            | {"sink_full": self._sink.dropped, "log_lines": dropped_lines()}
+            | self._outgoing.drops()
+            | flight,
             pending_records=len(self._sink),
-            pending_spans=self._export.pending_spans() if self._export is not None else 0,
+            pending_spans=self._outgoing.pending_spans(),
             resident_bytes=resident_bytes(),
             starved_ns=self._runtime.starved_ns,
             pressure_ns=host_pressure_ns(),
@@ -358,20 +376,3 @@ class Hub:
             build=tuple((self._version, model) for model in self._models),
             limits=self._limits(),
         )
-
-
-def loop_tasks() -> int:
-    """Tasks of the running event loop; 0 outside of one."""
-    try:
-        return len(asyncio.all_tasks())
-    except RuntimeError:
-        return 0
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")

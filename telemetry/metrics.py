@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import product
 
 from telemetry.catalogue import CATALOGUE
-from telemetry.numbers import Amount, Histogram, Labels, Numbers, exposition
+from telemetry.numbers import Amount, Exemplar, Histogram, Labels, Numbers, exposition
 from telemetry.records import RequestRecord, StepRecord
 from telemetry.vocabulary import LABELS, OTHER, Metric, Points, View
 
@@ -42,6 +42,15 @@ class Metrics:
         for metric in self._of_request:
             assert metric.of_request is not None
             self._take(metric, metric.of_request(record))
+
+    def exemplify(self, record: RequestRecord, *, trace_id: str, span_id: str, at_ns: int) -> None:
+        """The trace of a request that has been counted is kept: show people the way to it."""
+        for metric in self._of_request:
+            if metric.exemplars:
+                assert metric.of_request is not None
+                for raw, amount in metric.of_request(record):
+                    bucket = bisect_left(metric.buckets, amount / metric.divisor)
+                    self._histogram(metric, raw).exemplars[bucket] = Exemplar(amount, at_ns, trace_id, span_id)
 
     def step(self, record: StepRecord) -> None:
         """Count one engine step."""

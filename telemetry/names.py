@@ -8,6 +8,8 @@ general ones; a change of either is a change of this file and of its golden test
 
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 GEN_AI_VERSION = "0.1.0"
+SCOPE = "pellucid"
+"""The instrumentation scope of all that we send."""
 
 PROVIDER = "pellucid"
 
@@ -61,10 +63,24 @@ REQUEST_PARAMETERS = {
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 """The operation behind each route that generates."""
 
+OTLP_METRICS = {
+    "gen_ai_server_request_duration_seconds": "gen_ai.server.request.duration",
+    "gen_ai_server_time_to_first_token_seconds": "gen_ai.server.time_to_first_token",
+    "gen_ai_server_time_per_output_token_seconds": "gen_ai.server.time_per_output_token",
+}
+"""Names that metrics have in OTLP, where those are not the names of `/metrics`."""
+OTLP_LABELS = {
+    "gen_ai_operation_name": GEN_AI_OPERATION_NAME,
+    "gen_ai_provider_name": GEN_AI_PROVIDER_NAME,
+    "gen_ai_request_model": GEN_AI_REQUEST_MODEL,
+}
+
 # Ours.
 REQUEST_ID = "pellucid.request_id"
 TENANT = "pellucid.tenant"
 OUTCOME = "pellucid.outcome"
+SAMPLED_BECAUSE = "pellucid.sampled_because"
+"""Why this trace was kept: telemetry.tail, telemetry.step_traces."""
 ERROR_CODE = "pellucid.error_code"
 UPSTREAM = "pellucid.upstream"
 USAGE_ESTIMATED = "pellucid.usage.estimated"
@@ -78,6 +94,18 @@ DRAFT_REJECTED_TOKENS = "pellucid.tokens.draft_rejected"
 KV_BLOCK_SECONDS = "pellucid.kv.block_seconds"
 INTERCONNECT_WAIT_NS = "pellucid.interconnect.wait_ns"
 INTERCONNECT_TRANSFER_NS = "pellucid.interconnect.transfer_ns"
+INTERCONNECT_WAIT_MAX_NS = "pellucid.interconnect.wait_max_ns"
+"""In one step."""
+KV_UTILIZATION = "pellucid.kv.{when}.utilization"
+KV_TOKEN_OCCUPANCY = "pellucid.kv.{when}.token_occupancy"
+KV_INTERNAL_FRAGMENTATION = "pellucid.kv.{when}.internal_fragmentation"
+"""As the request met the pool: at_admission, worst, at_end."""
+ENGINE_NS = "pellucid.engine_ns"
+GC_PAUSE_NS = "pellucid.gc_pause_ns"
+LOOP_LAG_NS = "pellucid.loop_lag_ns"
+SLOWEST_STEPS = "pellucid.steps.slowest"
+"""The slowest that served it, as REPLICA/STEP; slowest first."""
+SLOWEST_STEP_NS = "pellucid.steps.slowest_ns"
 TOKEN_GAP_MAX_SECONDS = "pellucid.token_gap_max_seconds"
 REPLICA = "pellucid.replica"
 ROUTING = "pellucid.routing"
@@ -88,3 +116,32 @@ PHASE_SHARE = "pellucid.phase.share"
 LAYOUT = "pellucid.phase.layout"
 COALESCED = "coalesced"
 """All time in a state is laid out as one span: its length is exact, its place is not."""
+
+# Of the trace of a step.
+ENGINE_STEP = "engine step"
+STEP_ID = "pellucid.step.id"
+STEP_BEFORE_NS = "pellucid.step.before.{part}_ns"
+"""Parts of a step that its spans leave out, because they come before it has anything to do."""
+STEP_COUNTS = {
+    "tokens": "pellucid.step.tokens",
+    "prefill_tokens": "pellucid.step.tokens.prefill",
+    "recompute_tokens": "pellucid.step.tokens.recompute",
+    "decode_tokens": "pellucid.step.tokens.decode",
+    "drafted_tokens": "pellucid.step.tokens.drafted",
+    "emitted_tokens": "pellucid.step.tokens.emitted",
+    "sequences": "pellucid.step.sequences",
+    "running": "pellucid.step.running",
+    "waiting": "pellucid.step.waiting",
+    "preemptions": "pellucid.step.preemptions",
+    "evictions": "pellucid.step.evictions",
+    "gc_pause_ns": "pellucid.step.gc_pause_ns",
+    "starved_ns": "pellucid.step.starved_ns",
+}
+"""Fields of a step's record that its root span tells."""
+STEP_KV_UTILIZATION = "pellucid.kv.utilization"
+STEP_KV_TOKEN_OCCUPANCY = "pellucid.kv.token_occupancy"
+STEP_KV_INTERNAL_FRAGMENTATION = "pellucid.kv.internal_fragmentation"
+INTERCONNECT_KIND = "pellucid.interconnect.kind"
+INTERCONNECT_STRAGGLER = "pellucid.interconnect.straggler"
+COMPUTE_NS = "pellucid.compute.{part}_ns"
+"""Where `compute` went, on its span."""

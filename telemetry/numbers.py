@@ -14,21 +14,34 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.samples import Exemplar as ShownExemplar
 from prometheus_client.utils import floatToGoString
 
 from telemetry.catalogue import CATALOGUE
-from telemetry.vocabulary import Metric
+from telemetry.vocabulary import NS_PER_S, Metric
 
 Amount = int | float
 """Nanoseconds and the like, not yet divided: sums are exact."""
 Labels = tuple[str, ...]
 
 
+class Exemplar(msgspec.Struct, frozen=True, array_like=True):
+    """One observation that has a trace, which somebody keeps."""
+
+    amount: Amount
+    at_ns: int
+    """Of the wall clock."""
+    trace_id: str
+    span_id: str
+
+
 class Histogram(msgspec.Struct, array_like=True):
-    """Observations of one series: how many fell into each bucket, and their exact sum."""
+    """Observations of one series: how many fell into each bucket, their exact sum, and the last that have a trace."""
 
     counts: list[int]
     total: Amount = 0
+    exemplars: dict[int, Exemplar] = {}
+    """By the number of the bucket."""
 
 
 class Numbers(msgspec.Struct, frozen=True):
@@ -72,7 +85,12 @@ def _joined(metric: Metric, one: Amount, other: Amount) -> Amount:
 
 def _joined_histogram(metric: Metric, one: Histogram, other: Histogram) -> Histogram:
     counts = [_joined(metric, *pair) for pair in zip(one.counts, other.counts, strict=True)]
-    return Histogram([int(count) for count in counts], _joined(metric, one.total, other.total))
+    exemplars = one.exemplars | {
+        bucket: exemplar
+        for bucket, exemplar in other.exemplars.items()
+        if bucket not in one.exemplars or one.exemplars[bucket].at_ns < exemplar.at_ns
+    }
+    return Histogram([int(count) for count in counts], _joined(metric, one.total, other.total), exemplars)
 
 
 def exposition(numbers: Numbers, accept: str = "") -> tuple[bytes, str]:
@@ -108,6 +126,18 @@ class _Families:
         family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels, unit=metric.unit)
         bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
         for labels, histogram in self._numbers.histograms.get(metric.name, {}).items():
-            cumulative = accumulate(histogram.counts)
-            family.add_metric(labels, list(zip(bounds, cumulative, strict=True)), histogram.total / metric.divisor)
+            cumulative = zip(bounds, accumulate(histogram.counts), strict=True)
+            buckets = [
+                (bound, count, _shown(metric, histogram.exemplars[number]))
+                if number in histogram.exemplars
+                else (bound, count)
+                for number, (bound, count) in enumerate(cumulative)
+            ]
+            family.add_metric(labels, buckets, histogram.total / metric.divisor)
         return family
+
+
+def _shown(metric: Metric, exemplar: Exemplar) -> ShownExemplar:
+    """As OpenMetrics has them; in the older format they are left out."""
+    labels = {"trace_id": exemplar.trace_id, "span_id": exemplar.span_id}
+    return ShownExemplar(labels, exemplar.amount / metric.divisor, exemplar.at_ns / NS_PER_S)

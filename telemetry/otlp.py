@@ -5,22 +5,20 @@ A request's tree is handed over whole or not at all: half a tree would tell a wr
 reason; a collector that fails is logged when it begins to fail and when it is back, not in between.
 """
 
-import asyncio
-import contextlib
 import logging
-import threading
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
+from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
 from telemetry import names
+from telemetry.aside import done_within
+from telemetry.complaints import Outage
 from telemetry.export import Target
 from telemetry.spans import SpanData
 
@@ -45,13 +43,13 @@ class _Processor(Protocol):
 class OtlpExport:
     """A `telemetry.export.SpanExport` through the SDK's batch processor."""
 
-    def __init__(self, to: Target, *, version: str, exporter: SpanExporter | None = None) -> None:
+    def __init__(
+        self, to: Target, *, resource: Mapping[str, str], version: str, exporter: SpanExporter | None = None
+    ) -> None:
         """`exporter` takes the place of the one that `to` asks for."""
-        sdk_logger = logging.getLogger("opentelemetry")
-        sdk_logger.addHandler(_SDK_WORDS)  # The same handler again changes nothing.
-        sdk_logger.propagate = False
-        self._resource = _resource(version)
-        self._scope = InstrumentationScope("pellucid", version, names.SCHEMA_URL)
+        quote_sdk()
+        self._resource = sdk_resource(resource)
+        self._scope = InstrumentationScope(names.SCOPE, version, names.SCHEMA_URL)
         self._counted = _Counted(exporter or _exporter(to), to.shown)
         self._processor: _Processor = BatchSpanProcessor(
             self._counted,
@@ -63,15 +61,16 @@ class OtlpExport:
         self._dropped = 0
         self._stopped = False
 
-    def submit(self, spans: Sequence[SpanData]) -> None:
-        """Hand over one tree, whole or not at all."""
+    def submit(self, spans: Sequence[SpanData]) -> bool:
+        """Hand over one tree, whole or not at all.  Whether it was taken."""
         queued = self._submitted - self._counted.taken
         if self._stopped or queued + len(spans) > QUEUE_SPANS_MAX:
             self._dropped += len(spans)
-            return
+            return False
         self._submitted += len(spans)
         for span in spans:
             self._processor.on_end(self._readable(span))
+        return True
 
     def drops(self) -> dict[str, int]:
         """Spans lost so far, by reason."""
@@ -84,19 +83,8 @@ class OtlpExport:
     async def stop(self, flush_s: float) -> None:
         """Deliver what can be delivered within `flush_s`; the rest is lost and counted."""
         self._stopped = True
-        flushed = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def flush() -> None:
-            self._processor.shutdown()  # Joins the SDK's thread, which sends all that is queued.
-            with contextlib.suppress(RuntimeError):  # We came too late: the loop is closed, and nobody waits.
-                loop.call_soon_threadsafe(flushed.set)
-
-        # A thread that the interpreter does not wait for: a frozen collector must not keep the process alive.
-        threading.Thread(target=flush, name="span flush", daemon=True).start()
-        try:
-            await asyncio.wait_for(flushed.wait(), flush_s)
-        except TimeoutError:
+        # `shutdown` joins the SDK's thread, which sends all that is queued.
+        if not await done_within(flush_s, self._processor.shutdown):
             self._counted.give_up()
             _logger.warning("%d spans were not delivered within %g s", self.pending_spans(), flush_s)
 
@@ -113,6 +101,7 @@ class OtlpExport:
             start_time=span.started_ns,
             end_time=span.ended_ns,
             instrumentation_scope=self._scope,
+            links=[Link(_context(link.trace_id, link.span_id)) for link in span.links],
         )
 
 
@@ -128,7 +117,14 @@ class _LastWords(logging.Handler):
         self.text = record.getMessage().partition("\n")[0][:300]
 
 
-_SDK_WORDS = _LastWords()
+SDK_WORDS = _LastWords()
+
+
+def quote_sdk() -> None:
+    """The SDK's complaints are kept for us to quote, and said by nobody else."""
+    sdk_logger = logging.getLogger("opentelemetry")
+    sdk_logger.addHandler(SDK_WORDS)  # The same handler again changes nothing.
+    sdk_logger.propagate = False
 
 
 class _Counted(SpanExporter):
@@ -136,8 +132,7 @@ class _Counted(SpanExporter):
 
     def __init__(self, inner: SpanExporter, where: str) -> None:
         self._inner = inner
-        self._where = where
-        self._working = True
+        self._outage = Outage(_logger, "spans", where)
         self.taken = 0
         self.delivered = 0
         self.failed = 0
@@ -145,7 +140,7 @@ class _Counted(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send one batch."""
         self.taken += len(spans)
-        _SDK_WORDS.text = reason = ""
+        SDK_WORDS.text = reason = ""
         try:
             result = self._inner.export(spans)
         except Exception as error:  # noqa: BLE001  whatever a transport raises is a loss of spans, and no more.
@@ -154,7 +149,8 @@ class _Counted(SpanExporter):
             self.delivered += len(spans)
         else:
             self.failed += len(spans)
-        self._tell(result is SpanExportResult.SUCCESS, reason or _SDK_WORDS.text)
+            reason = reason or SDK_WORDS.text or "refused"
+        self._outage.tell(reason, lost=self.failed)
         return result
 
     def give_up(self) -> None:
@@ -169,15 +165,6 @@ class _Counted(SpanExporter):
         """Nothing is kept here."""
         return True
 
-    def _tell(self, working: bool, reason: str) -> None:
-        if working == self._working:
-            return
-        self._working = working
-        if working:
-            _logger.warning("spans reach %s again; %d were lost", self._where, self.failed)
-        else:
-            _logger.error("spans do not reach %s; requests are not affected (%s)", self._where, reason)
-
 
 def _exporter(to: Target) -> SpanExporter:
     if to.protocol == "grpc":
@@ -189,20 +176,9 @@ def _exporter(to: Target) -> SpanExporter:
     return Http(endpoint=to.url)
 
 
-def _resource(version: str) -> Resource:
-    own = {
-        names.SERVICE_NAME: "pellucid",
-        names.SERVICE_VERSION: version or "unknown",
-        names.SERVICE_INSTANCE_ID: str(uuid.uuid4()),
-    }
-    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win: the operator knows better.
-    detected = Resource.create({})
-    named = {key: value for key, value in detected.attributes.items() if not _is_default(key, value)}
-    return Resource({**detected.attributes, **own, **named}, names.SCHEMA_URL)
-
-
-def _is_default(key: str, value: object) -> bool:
-    return key == names.SERVICE_NAME and str(value).startswith("unknown_service")
+def sdk_resource(attributes: Mapping[str, str]) -> Resource:
+    """Ours, with what the SDK says of itself."""
+    return Resource({**Resource.create({}).attributes, **attributes}, names.SCHEMA_URL)
 
 
 def _context(trace_id: str, span_id: str, *, state: TraceState | None = None, remote: bool = False) -> SpanContext:

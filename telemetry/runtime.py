@@ -6,7 +6,9 @@ Both overlap with the states of requests, so they are metrics of their own and n
 
 import asyncio
 import contextlib
-from typing import Protocol
+import os
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from telemetry import clock
 from telemetry.disturbance import GcPauses, RunDelay
@@ -23,6 +25,14 @@ class Observer(Protocol):
         """Add nanoseconds to a metric; from any thread, and never waiting."""
 
 
+class Overlaps(NamedTuple):
+    """Times that overlap with the states of requests."""
+
+    gc_pause_ns: int
+    loop_lag_ns: int
+    starved_ns: int
+
+
 class RuntimeSampler:
     """Measures while it runs."""
 
@@ -36,14 +46,10 @@ class RuntimeSampler:
         self.starved_ns = 0
         """How long a thread of this process could have run and had no processor, as of the last look."""
 
-    @property
-    def gc_pause_ns(self) -> int:
-        """All pauses so far."""
-        return self._pauses.total_ns
-
-    def loop_lag_ns(self, now_ns: int) -> int:
-        """By how much the loop was late so far, all times together; what it is late by now counts already."""
-        return self._lag_ns + (max(0, now_ns - self._due_ns) if self._due_ns else 0)
+    def overlaps(self, now_ns: int) -> Overlaps:
+        """All of it so far; by what the loop is late just now counts already."""
+        late_ns = max(0, now_ns - self._due_ns) if self._due_ns else 0
+        return Overlaps(self._pauses.total_ns, self._lag_ns + late_ns, self.starved_ns)
 
     def start(self) -> None:
         """Begin to measure, on the running event loop."""
@@ -75,3 +81,20 @@ class RuntimeSampler:
 
     def _on_pause(self, generation: int, pause_ns: int) -> None:
         self._observer.observe(GC_PAUSE, pause_ns, (str(generation),))
+
+
+def loop_tasks() -> int:
+    """Tasks of the running event loop; 0 outside of one."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -12,12 +12,15 @@ critical path that is true.  This module knows no SDK; `telemetry.export` does.
 
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from telemetry import clock, names
 from telemetry.live import Attribute, LiveRequest, TraceContext
 from telemetry.records import RequestRecord
 from telemetry.redact import clean_text
+from telemetry.tail import is_fault
 from telemetry.vocabulary import FINISHED_OUTCOMES, NS_PER_S, OBSERVING_ROUTES, OTHER, ROUTES, STATES
 
 SPANS_MAX = 60
@@ -25,8 +28,31 @@ PHASES_MAX = SPANS_MAX - 3  # The request, its generation, and what no state acc
 PATH_CHARS_MAX = 200
 UNACCOUNTED = "unaccounted"
 """The phase of time that no state claims: a book that does not close is shown, not hidden."""
-SERVER_FAULTS = ("failed", "deadline", "shutdown", "engine_lost", "upstream_failed", "error")
-"""Outcomes that are our fault even where the status had been sent as 200 before."""
+
+
+class Link(NamedTuple):
+    """A span of another trace that has to do with this one."""
+
+    trace_id: str
+    span_id: str
+
+
+class SlowestSteps(NamedTuple):
+    """Of those that a request was in, the slowest first."""
+
+    names: tuple[str, ...]
+    longest_ns: int
+    links: tuple[Link, ...]
+    """To those that have traces."""
+
+    def attributes(self) -> dict[str, Attribute]:
+        """For the request's generation."""
+        if not self.names:
+            return {}
+        return {names.SLOWEST_STEPS: self.names, names.SLOWEST_STEP_NS: self.longest_ns}
+
+
+NO_STEPS = SlowestSteps((), 0, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +70,7 @@ class SpanData:
     attributes: dict[str, Attribute]
     failed: bool
     trace_state: str
+    links: tuple[Link, ...] = ()
 
 
 def wall_offset_ns() -> int:
@@ -51,12 +78,28 @@ def wall_offset_ns() -> int:
     return time.time_ns() - clock.now_ns()
 
 
-def request_spans(record: RequestRecord, live: LiveRequest | None, *, offset_ns: int) -> list[SpanData]:
-    """The tree of one ended request, root first; empty where the caller has decided not to sample it."""
-    trace = live.trace if live is not None else _own_trace(record)
+def request_spans(
+    record: RequestRecord,
+    live: LiveRequest | None,
+    *,
+    offset_ns: int,
+    because: str = "",
+    slowest: SlowestSteps = NO_STEPS,
+) -> list[SpanData]:
+    """
+    The tree of one ended request, root first; empty where the caller has decided not to sample it.
+
+    Args:
+        record: what it came to.
+        live: what was known of it in flight, if it was announced.
+        offset_ns: from our clock to the time of day.
+        because: why it is kept.
+        slowest: the steps that it waited for longest.
+    """
+    trace = trace_of(record, live)
     if not trace.sampled or record.route in OBSERVING_ROUTES:
         return []
-    failed = record.status >= 500 or (record.status < 400 and record.outcome in SERVER_FAULTS)
+    failed = is_fault(record)
     started_ns = record.accepted_ns + offset_ns
     root = SpanData(
         name=_server_name(record, live),
@@ -67,7 +110,7 @@ def request_spans(record: RequestRecord, live: LiveRequest | None, *, offset_ns:
         is_server=True,
         started_ns=started_ns,
         ended_ns=record.finished_ns + offset_ns,
-        attributes=_server_attributes(record, live, failed=failed),
+        attributes=_server_attributes(record, live, failed=failed, because=because),
         failed=failed,
         trace_state=trace.state,
     )
@@ -76,7 +119,8 @@ def request_spans(record: RequestRecord, live: LiveRequest | None, *, offset_ns:
     if operation is not None:
         attributes = _gen_ai_attributes(record, live, operation)
         name = f"{operation} {record.model}".rstrip()
-        spans.append(_child(root, name, root.started_ns, root.ended_ns, attributes, failed))
+        generation = child(root, name, root.started_ns, root.ended_ns, attributes | slowest.attributes(), failed)
+        spans.append(replace(generation, links=slowest.links))
     spans += _phase_spans(record, spans[-1], started_ns)
     assert len(spans) <= SPANS_MAX
     return spans
@@ -84,14 +128,19 @@ def request_spans(record: RequestRecord, live: LiveRequest | None, *, offset_ns:
 
 def phases(record: RequestRecord) -> list[tuple[str, int]]:
     """The states of a life in their order, with nanoseconds; they sum to the life whatever the book says."""
-    order = {state: position for position, state in enumerate(STATES)}
+    return laid_out(record.states, STATES, record.finished_ns - record.accepted_ns)
+
+
+def laid_out(spent: Mapping[str, int], names: Sequence[str], whole_ns: int) -> list[tuple[str, int]]:
+    """Times by name in the order of `names`; they sum to the whole, whatever the book says."""
+    order = {name: position for position, name in enumerate(names)}
     known = sorted(
-        ((state, spent_ns) for state, spent_ns in record.states.items() if spent_ns > 0),
+        ((name, spent_ns) for name, spent_ns in spent.items() if spent_ns > 0),
         key=lambda phase: (order.get(phase[0], len(order)), phase[0]),
     )
-    if len(known) > PHASES_MAX:  # Nobody of ours makes up states; a bound all the same.
+    if len(known) > PHASES_MAX:  # Nobody of ours makes up names; a bound all the same.
         known = [phase for phase in known if phase[0] in order]
-    left_ns = record.finished_ns - record.accepted_ns
+    left_ns = whole_ns
     laid: list[tuple[str, int]] = []
     for state, spent_ns in known:
         laid.append((state, min(spent_ns, left_ns)))
@@ -99,14 +148,17 @@ def phases(record: RequestRecord) -> list[tuple[str, int]]:
     return [phase for phase in [*laid, (UNACCOUNTED, left_ns)] if phase[1] > 0]
 
 
-def _own_trace(record: RequestRecord) -> TraceContext:
-    """For a record that nobody announced."""
+def trace_of(record: RequestRecord, live: LiveRequest | None) -> TraceContext:
+    """Where a request sits; for a record that nobody announced, in a trace of its own."""
+    if live is not None:
+        return live.trace
     return TraceContext(trace_id=record.trace_id or secrets.token_hex(16), span_id=secrets.token_hex(8))
 
 
-def _child(
+def child(
     parent: SpanData, name: str, started_ns: int, ended_ns: int, attributes: dict[str, Attribute], failed: bool = False
 ) -> SpanData:
+    """A span under `parent`."""
     return SpanData(
         name=name,
         trace_id=parent.trace_id,
@@ -132,7 +184,7 @@ def _phase_spans(record: RequestRecord, parent: SpanData, started_ns: int) -> li
             names.PHASE_SHARE: spent_ns / whole_ns,
             names.LAYOUT: names.COALESCED,
         }
-        spans.append(_child(parent, state, started_ns, started_ns + spent_ns, attributes))
+        spans.append(child(parent, state, started_ns, started_ns + spent_ns, attributes))
         started_ns += spent_ns
     return spans
 
@@ -147,7 +199,9 @@ def _server_name(record: RequestRecord, live: LiveRequest | None) -> str:
     return f"{method} {record.route}" if _is_known(record.route) else method
 
 
-def _server_attributes(record: RequestRecord, live: LiveRequest | None, *, failed: bool) -> dict[str, Attribute]:
+def _server_attributes(
+    record: RequestRecord, live: LiveRequest | None, *, failed: bool, because: str
+) -> dict[str, Attribute]:
     attributes: dict[str, Attribute] = {
         names.HTTP_REQUEST_METHOD: live.method if live else "POST",
         names.HTTP_RESPONSE_STATUS_CODE: record.status,
@@ -155,6 +209,8 @@ def _server_attributes(record: RequestRecord, live: LiveRequest | None, *, faile
         names.REQUEST_ID: record.request_id,
         names.OUTCOME: record.outcome,
     }
+    if because:
+        attributes[names.SAMPLED_BECAUSE] = because
     if _is_known(record.route):
         attributes[names.HTTP_ROUTE] = record.route
     if record.tenant:
@@ -168,7 +224,16 @@ def _server_attributes(record: RequestRecord, live: LiveRequest | None, *, faile
 
 def _engine_attributes(record: RequestRecord) -> dict[str, Attribute]:
     """What an upstream cannot tell us."""
-    return {
+    readings = {"at_admission": record.kv_at_admission, "worst": record.kv_worst, "at_end": record.kv_at_end}
+    kv: dict[str, Attribute] = {}
+    for when, reading in readings.items():
+        if reading is not None:
+            kv[names.KV_UTILIZATION.format(when=when)] = reading.utilization
+            kv[names.KV_TOKEN_OCCUPANCY.format(when=when)] = reading.token_occupancy
+            kv[names.KV_INTERNAL_FRAGMENTATION.format(when=when)] = reading.internal_fragmentation
+    return kv | {
+        names.ENGINE_NS: record.engine_ns,
+        names.INTERCONNECT_WAIT_MAX_NS: record.interconnect_wait_max_ns,
         names.PREEMPTIONS: record.preemptions,
         names.STEPS: record.steps,
         names.COMPUTED_TOKENS: record.computed_tokens,
@@ -194,6 +259,8 @@ def _gen_ai_attributes(record: RequestRecord, live: LiveRequest | None, operatio
         names.GEN_AI_USAGE_OUTPUT_TOKENS: record.output_tokens,
         names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: record.cached_tokens,
         names.TOKEN_GAP_MAX_SECONDS: record.gap_max_ns / NS_PER_S,
+        names.GC_PAUSE_NS: record.gc_pause_ns,
+        names.LOOP_LAG_NS: record.loop_lag_ns,
     }
     if record.routing:
         attributes |= {names.REPLICA: record.replica, names.ROUTING: record.routing}

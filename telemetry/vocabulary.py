@@ -129,8 +129,8 @@ LEVELS = ("organisation", "tenant", "key")
 """Whose limits hold for a request, widest first."""
 LIMITS = ("requests", "tokens", "concurrent", "spend")
 DROP_REASONS = (
-    "sink_full", "live_full", "consumer_failed", "spans_queue_full", "spans_export_failed", "log_lines",
-    "flight",
+    "sink_full", "live_full", "consumer_failed", "spans_queue_full", "spans_export_failed", "spans_file_queue_full",
+    "spans_file_failed", "log_lines", "flight",
 )  # fmt: skip
 
 LABELS: dict[str, tuple[str, ...]] = {
@@ -267,6 +267,8 @@ class Metric:
     of_view: Callable[[View], Points] | None = None
     join: Literal["sum", "most", "least", "first"] = "sum"
     """What becomes of the numbers of several gateway workers; see `telemetry.numbers`."""
+    exemplars: bool = False
+    """Whether the buckets name the last request in them whose trace is kept."""
     zeros: bool = False
     """
     Whether all series of its closed labels are there, at zero, before anything has happened.

@@ -61,6 +61,7 @@ class Seen:
 
     first_bytes: list[float] = field(default_factory=list)
     first_texts: list[float] = field(default_factory=list)
+    wholes: list[float] = field(default_factory=list)
     tokens: int = 0
 
 
@@ -164,6 +165,7 @@ class Through:
             if not first_text_s and b'"text":"' in answer:
                 first_text_s = now_s
         assert answer.startswith(b"HTTP/1.1 200") and b"[DONE]" in answer, answer[:2000]
+        seen.wholes.append(now_s - began_s)
         seen.first_bytes.append(first_byte_s - began_s)
         seen.first_texts.append(first_text_s - began_s)
         seen.tokens += self._tokens
@@ -235,15 +237,15 @@ def everything(home: Path, tokens: int, gap_s: float) -> Iterator[Ways]:
             model=str(model),
             model_name=MODEL,
             engines=tuple(f"unix:{path}" for path in paths),
-            port=_free_port(),
+            port=free_port(),
             otlp_endpoint=f"http://127.0.0.1:{collector.server_address[1]}",
             log_level="warning",
             **guard.options,  # type: ignore[arg-type]
         )
         encoded = msgspec.json.encode(options).decode()
         running = stack.enter_context(process("-m", "gateway", "--options", encoded, environ=environ))
-        _until_ready(options.port)
-        floor_port = _free_port()
+        until_ready(options.port)
+        floor_port = free_port()
         arguments = (str(floor_port), str(tokens), str(gap_s))
         floor = stack.enter_context(process("-m", "tests.bench.floor_server", *arguments, environ=environ))
         yield Ways(
@@ -255,16 +257,16 @@ def everything(home: Path, tokens: int, gap_s: float) -> Iterator[Ways]:
         )
 
 
-def _free_port() -> int:
-
+def free_port() -> int:
+    """Nobody listens there."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def _until_ready(port: int) -> None:
-
+def until_ready(port: int) -> None:
+    """Until the gateway on that port has engines."""
     end_s = time.monotonic() + 30
     while time.monotonic() < end_s:
         try:

@@ -1,5 +1,5 @@
 """
-A full disk under the data directory: what is served goes on, limits are kept by each gateway for itself.
+A full disk under the data directory: what is served goes on and is recorded; each gateway keeps the limits for itself.
 """
 
 import os
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from flight.replay import replayed
+from telemetry.flight import recordings
 from tests.chaos.conftest import Fleet, new_key
 from tests.live.conftest import serve
 
@@ -34,7 +36,7 @@ def small_disk() -> Iterator[Path]:
 def test_it_fills_up(small_disk: Path, default_model: Path) -> None:
     key = new_key(small_disk)
     options = ["--model", str(default_model), "--data-dir", str(small_disk), "--threads", "2"]
-    with serve(*options, "--kv-memory", "256MiB", "--drain", "2") as appliance:
+    with serve(*options, "--kv-memory", "256MiB", "--drain", "2", "--flight-memory", "4MiB") as appliance:
         fleet = Fleet(appliance, small_disk, key, 1)
         assert fleet.post(max_tokens=4).status_code == 200
         text = fleet.stream(fleet.body(1)).end().text
@@ -53,6 +55,9 @@ def test_it_fills_up(small_disk: Path, default_model: Path) -> None:
         health = fleet.get("/health")["status"]
         print(f"full disk: {statuses.count(200)} of {len(statuses)} answered, health says {health}")
         assert statuses == [200] * len(statuses)
+        recorded = [one.header for one in recordings(small_disk / "flight")]
+        assert [one.kind for one in recorded if one is not None] == ["journal", "records"]
+        assert replayed(small_disk / "flight", None)[1], "the journal goes on: its place was reserved"
         filler.unlink()
         well_s = fleet.until(lambda: fleet.get("/health")["status"] == "ok", "well again")
         print(f"room on the disk again: well after {well_s:.1f} s")

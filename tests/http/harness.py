@@ -7,6 +7,7 @@ import asyncio
 import secrets
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -29,6 +30,8 @@ from gateway.tokens import ModelText, load
 from telemetry.clock import CLOCK_ID, now_ns
 from telemetry.hub import Hub
 from telemetry.records import RequestRecord
+from telemetry.spans import SpanData
+from tests.contract.telemetry.trees import check_tree, sent
 from tests.http.model_files import EOS_ID
 
 MODEL = "tiny"
@@ -36,11 +39,47 @@ WEIGHTS = WeightFacts("gptq", 4, 64, "gptq-4bit-g64", "0123456789abcdef")
 WAIT_S = 15.0
 
 
+class Trees:
+    """Takes spans, and looks whether each tree is whole, whatever the request and its end."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.spans = 0
+
+    def submit(self, spans: Sequence[SpanData]) -> bool:
+        """Nobody keeps it."""
+        self.spans += len(spans)
+        try:
+            check_tree([sent(span) for span in spans])
+        except (AssertionError, ValueError) as error:
+            self.faults.append(f"{spans[0].name}: {error}")
+        return False
+
+    def drops(self) -> dict[str, int]:
+        """None."""
+        return {}
+
+    def pending_spans(self) -> int:
+        """None."""
+        return 0
+
+    async def stop(self, flush_s: float) -> None:
+        """Nothing is left."""
+
+
 class RecordingHub(Hub):
     """The real hub, which also keeps what it was given."""
 
-    def __init__(self, otlp_endpoint: str = "") -> None:
-        super().__init__(model=MODEL, otlp_endpoint=otlp_endpoint)
+    def __init__(self, options: GatewayOptions) -> None:
+        self.trees = Trees()
+        super().__init__(
+            model=MODEL,
+            otlp_endpoint=options.otlp_endpoint,
+            otlp_metrics=options.otlp_metrics,
+            trace_file=options.export_trace,
+            trace_sample=options.trace_sample,
+            also_to=(self.trees,),
+        )
         self.records: list[RequestRecord] = []
         self.change = threading.Condition()
 
@@ -57,7 +96,7 @@ class LiveGateway:
 
     def __init__(self, options: GatewayOptions) -> None:
         self.options = options
-        self.hub = RecordingHub(options.otlp_endpoint)
+        self.hub = RecordingHub(options)
         self._text = load(Path(options.model)) if options.engines else None
         self.application = Application(options, self._text, self.hub)
         self._listener = listen(options.host, 0)
@@ -91,6 +130,7 @@ class LiveGateway:
         self._server.should_exit = True
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive(), "the gateway does not stop"
+        assert not self.hub.trees.faults
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

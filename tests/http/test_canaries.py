@@ -71,6 +71,7 @@ class Scene:
 
     def __init__(self, guard: Guard, engine: FakeEngine, sink: Collector, listener: Listener, options: Any) -> None:
         self.guard, self.engine, self.sink, self.listener = guard, engine, sink, listener
+        self.trace_file = Path(options.export_trace)
         self.answers: list[tuple[str, str]] = []
         """The canary of a request, and all of its answer."""
         self.secrets = {PASSWORD, ADMIN_KEY, HEADER_CANARY, "sk-canary-of-nobody-4713"}
@@ -145,6 +146,7 @@ class Scene:
         places = {
             "logs": "".join(self.said),
             "spans": "".join(str(span) for span in self.sink.spans),
+            "trace file": self.trace_file.read_text(),
             "redis": self.listener.heard.decode(errors="replace"),
             "arguments": args,
             "audit": audit,
@@ -200,6 +202,7 @@ def scene(model_dir: Path, vocab_size: int, socket_path: str, tmp_path: Path) ->
             pepper_file=str(guard.pepper_file),
             redis_named=True,
             otlp_endpoint=sink.url,
+            export_trace=str(tmp_path / "traces.jsonl"),
             log_level="debug",
             body_bytes_max=BODY_BYTES_MAX,
             body_timeout_s=0.5,

@@ -9,8 +9,11 @@ import msgspec
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from telemetry.spans import phases
+from telemetry import step_traces
+from telemetry.spans import Link, phases
 from tests.contract.telemetry.otlp_sink import Collector, attributes, grpc_collector, http_collector
+from tests.contract.telemetry.test_metrics import read, total
+from tests.contract.telemetry.trees import received, roots
 from tests.http.conftest import options_for
 from tests.http.harness import MODEL, WEIGHTS, LiveGateway, ShellEngine
 
@@ -72,3 +75,74 @@ def test_a_span_has_the_method_and_path_of_its_request(traced: tuple[LiveGateway
         "GET /v1/models/{id}": ("GET", f"/v1/models/{MODEL}"),
         "GET /v1/chat/completions": ("GET", "/v1/chat/completions"),
     }
+
+
+def test_steps_and_requests_lead_to_each_other(
+    traced: tuple[LiveGateway, Collector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_traces, "STEPS_PER_SHARE", 1)  # each step has a trace, as far as BURST_MAX
+    gateway, sink = traced
+    body = {"model": MODEL, "prompt": "some words", "max_tokens": 4, "ignore_eos": True}
+    answer = gateway.client.post("/v1/completions", json=body)
+    record = gateway.record(answer.json()["id"])
+    assert record.kv_worst is not None
+    pieces = [
+        received(span)
+        for span in sink.wait_until(lambda spans: any(span.kind == Span.SPAN_KIND_SERVER for span in spans))
+    ]
+    root = roots(pieces)[record.request_id]
+    steps = {piece.span_id: piece for piece in pieces if piece.name == "engine step"}
+    assert len(steps) == record.steps == 4
+    assert {step.links for step in steps.values()} == {(Link(root.trace_id, root.span_id),)}
+    [chat] = [piece for piece in pieces if piece.parent_id == root.span_id]
+    assert len(chat.links) == step_traces.SLOWEST_MAX
+    slowest = [steps[link.span_id] for link in chat.links]
+    lasted = [step.ended_ns - step.started_ns for step in slowest]
+    assert lasted == sorted(lasted, reverse=True) and chat.attributes["pellucid.steps.slowest_ns"] == lasted[0]
+    assert chat.attributes["pellucid.steps.slowest"] == [f"0/{step.attributes['pellucid.step.id']}" for step in slowest]
+    assert {step.attributes["pellucid.step.tokens"] for step in steps.values()} == {1, record.prompt_tokens}
+    last = max(steps.values(), key=lambda step: step.ended_ns)
+    used = {step is last: step.attributes["pellucid.kv.utilization"] for step in steps.values()}
+    assert used == {True: 0.0, False: record.kv_worst.utilization}, "its blocks are free again after the last"
+
+
+def test_how_full_the_pool_was_is_told(traced: tuple[LiveGateway, Collector]) -> None:
+    gateway, sink = traced
+    answer = gateway.client.post("/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 4})
+    record = gateway.record(answer.json()["id"])
+    assert record.kv_at_admission is not None and record.kv_worst is not None and record.kv_at_end is not None
+    spans = sink.wait_for(2 + len(phases(record)))
+    [chat] = [span for span in spans if span.name.startswith("text_completion")]
+    told = attributes(chat.attributes)
+    readings = {"at_admission": record.kv_at_admission, "worst": record.kv_worst, "at_end": record.kv_at_end}
+    for when, reading in readings.items():
+        assert told[f"pellucid.kv.{when}.utilization"] == reading.utilization
+        assert told[f"pellucid.kv.{when}.token_occupancy"] == reading.token_occupancy
+        assert told[f"pellucid.kv.{when}.internal_fragmentation"] == reading.internal_fragmentation
+    assert told["pellucid.interconnect.wait_max_ns"] == 0
+
+
+@pytest.mark.parametrize("place", ["frozen", "gone", "refusing"])
+def test_a_bad_collector_costs_no_request_and_what_it_loses_is_counted(
+    model_dir: Path, vocab_size: int, socket_path: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telemetry.hub.FLUSH_S", 0.2)
+    monkeypatch.setattr("telemetry.otlp.QUEUE_SPANS_MAX", 100)
+    monkeypatch.setattr("telemetry.otlp.BATCH_SPANS_MAX", 50)
+    monkeypatch.setattr("telemetry.otlp.BATCH_PERIOD_S", 0.02)
+    with http_collector("refusing" if place == "refusing" else "frozen") as sink:
+        endpoint = "http://127.0.0.1:9" if place == "gone" else sink.url
+        engine = ShellEngine(socket_path, vocab_size=vocab_size)
+        engine.start()
+        gateway = LiveGateway(msgspec.structs.replace(options_for(model_dir, socket_path), otlp_endpoint=endpoint))
+        gateway.start()
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 2}
+        for _ in range(60):
+            assert gateway.client.post("/v1/completions", json=body).status_code == 200
+        series = read(gateway.client.get("/metrics").content)
+        lost = total(series, "pellucid_telemetry_drops_total")
+        pending = total(series, "pellucid_telemetry_pending_spans")
+        assert lost + pending == gateway.hub.trees.spans > 60 * 4
+        assert lost > 0 and pending <= 100 + 50, "a full queue, and what is being sent"
+        gateway.stop()
+        engine.stop()

@@ -213,6 +213,7 @@ def test_help_loads_nothing_heavy_and_is_quick(tmp_path: Path) -> None:
 
 
 HELPS = [["serve"], ["engine"], ["bench", "scaling"], ["dashboards", "render"], ["model", "pull"], ["model", "list"]]
+HELPS += [["flight", command] for command in ("list", "dump", "replay")]
 HELPS += [["keys", command] for command in ("create", "list", "revoke", "rotate", "tenant", "tenants", "organisation")]
 
 

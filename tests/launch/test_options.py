@@ -40,6 +40,7 @@ def test_every_option_can_be_given_in_every_place(option: Option, tmp_path: Path
         "routing": "round-robin",
         "log_format": "json",
         "otlp_endpoint": "http://x:4318",
+        "trace_sample": "0.25",
         "flight_memory": "1MiB",
         "max_body": "1MiB",
         "redis_url": "redis://h:1",

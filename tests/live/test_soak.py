@@ -17,7 +17,7 @@ WINDOWS = 10
 WINDOW_REQUESTS = 200
 CLIENTS = 32
 SEED = 20
-GROWTH_BYTES_MAX = {"gateway": 2 << 20, "engine": 4 << 20}
+GROWTH_BYTES_MAX = {"gateway-0": 2 << 20, "engine-0": 4 << 20}
 """
 From the highest reading of the second third to the lowest of the last.  The engine's readings move by 20 MB, as
 allocators breathe and meet new shapes; the gateway's rise until its rings of records are full.  A leak passes both.

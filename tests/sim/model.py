@@ -77,28 +77,7 @@ class Simulation:
         """`snapshots`: how often one stands in the journal, per step; one always begins it."""
         self.random, self.seed = random.Random(seed), seed
         pick = self.random
-        self.config = SchedulerConfig(
-            blocks_max=pick.choice((2, 5, 8, 12, 20, 64)),
-            block_slots=pick.choice((1, 2, 4, 16)),
-            context_max=pick.choice((24, 64, 200)),
-            sequences_max=pick.choice((1, 2, 4, 16)),
-            tokens_step_max=pick.choice((1, 3, 8, 32, 128)),
-            waiting_max=pick.choice((4, 16, 64)),
-            bypass_max=pick.choice((0, 1, 4)),
-            preemptions_max=pick.choice((0, 1, 3)),
-            vocab_size=50,
-            prefix_cache=pick.random() < 0.8,
-        )
-        if pressure:  # Everybody fits alone and nobody beside the others: preemptions without end, if they had none.
-            self.config = msgspec.structs.replace(
-                self.config,
-                blocks_max=pick.randrange(6, 40),
-                block_slots=1,
-                sequences_max=16,
-                tokens_step_max=64,
-                waiting_max=64,
-                preemptions_max=pick.choice((1, 2)),
-            )
+        self.config = _bounds(pick, pressure=pressure)
         self.patient, self.shares = pressure, random.Random(seed) if shares else None
         pool: BlockPool | None = None
         if fails_at is not None:
@@ -119,7 +98,7 @@ class Simulation:
         self.rush_ns = pick.choice((1, 10_000_000, 100_000_000))  # everybody comes within it
         self.journal: list[Entry] = []
         self.outcomes: list[Outcome] = []
-        self.notes, self.snapshots, self.photographer = Notes(), snapshots, random.Random(seed)
+        self.snapshots, self.photographer = snapshots, random.Random(seed)
         self._snapshot()
         self.faulty, self.index = set[int](), set[bytes]()  # sequence numbers; names that an index has been told
         self.totals = dict.fromkeys(TOTALS, 0)
@@ -377,6 +356,33 @@ class Simulation:
             spec = SampleSpec(sampling=request.sampling, uniforms=(number,), banned=banned)
             known.append(next_token(known, spec, vocab_size=50))
         return known[len(request.prompt) :]
+
+
+def _bounds(pick: random.Random, *, pressure: bool) -> SchedulerConfig:
+    """Of a world."""
+    config = SchedulerConfig(
+        blocks_max=pick.choice((2, 5, 8, 12, 20, 64)),
+        block_slots=pick.choice((1, 2, 4, 16)),
+        context_max=pick.choice((24, 64, 200)),
+        sequences_max=pick.choice((1, 2, 4, 16)),
+        tokens_step_max=pick.choice((1, 3, 8, 32, 128)),
+        waiting_max=pick.choice((4, 16, 64)),
+        bypass_max=pick.choice((0, 1, 4)),
+        preemptions_max=pick.choice((0, 1, 3)),
+        vocab_size=50,
+        prefix_cache=pick.random() < 0.8,
+    )
+    if pressure:  # Everybody fits alone and nobody beside the others: preemptions without end, if they had none.
+        return msgspec.structs.replace(
+            config,
+            blocks_max=pick.randrange(6, 40),
+            block_slots=1,
+            sequences_max=16,
+            tokens_step_max=64,
+            waiting_max=64,
+            preemptions_max=pick.choice((1, 2)),
+        )
+    return config
 
 
 def explain(seed: int, play: Callable[[], object], **options: int | bool | None) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from bench.command import bench
 from dashboards.command import dashboards
+from flight.command import flight
 from gateway.config import UpstreamOptions
 from launch.keys import keys
 from launch.options import BY_NAME, OPTIONS, ServeOptions, markdown_table
@@ -47,6 +48,7 @@ def test_the_documents_name_no_option_that_does_not_exist() -> None:
         *keys.commands.values(),
         *bench.commands.values(),
         *dashboards.commands.values(),
+        *flight.commands.values(),
         cli.commands["engine"],
     ]
     options = [option for command in commands for option in command.params]

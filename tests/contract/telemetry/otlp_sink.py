@@ -5,8 +5,9 @@ It knows nothing of the exporter but the wire: opentelemetry-proto decodes what 
 """
 
 import gzip
+import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,8 +15,15 @@ from typing import Literal
 
 import grpc
 from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.metrics.v1.metrics_pb2 import (
+    AGGREGATION_TEMPORALITY_CUMULATIVE,
+    HistogramDataPoint,
+    Metric,
+    NumberDataPoint,
+)
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 Mood = Literal["good", "refusing", "frozen"]
@@ -29,6 +37,9 @@ class Collector:
         self.mood = mood
         self.url = ""
         self.spans: list[Span] = []
+        self.metrics: dict[str, Metric] = {}
+        """What came last, by name."""
+        self.pushes = 0
         self.resource: dict[str, Value] = {}
         self.scopes: set[str] = set()
         self.faults: list[str] = []
@@ -49,11 +60,38 @@ class Collector:
                         self.spans.append(span)
             self._arrived.notify_all()
 
+    def take_metrics(self, request: metrics_service_pb2.ExportMetricsServiceRequest) -> None:
+        """Keep the metrics of one push, and note what is wrong with them."""
+        with self._arrived:
+            for resource_metrics in request.resource_metrics:
+                self.resource = attributes(resource_metrics.resource.attributes)
+                for scope_metrics in resource_metrics.scope_metrics:
+                    self.scopes.add(scope_metrics.scope.name)
+                    names = [metric.name for metric in scope_metrics.metrics]
+                    if len(set(names)) < len(names):
+                        self.faults.append("a metric comes twice in one push")
+                    for metric in scope_metrics.metrics:
+                        self.faults += _metric_faults(metric)
+                        self.metrics[metric.name] = metric
+            self.pushes += 1
+            self._arrived.notify_all()
+
+    def wait_for_push(self, count: int, timeout_s: float = 20.0) -> dict[str, Metric]:
+        """The metrics, once they have come `count` times and all were well formed."""
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: self.pushes >= count, timeout_s), "no metrics came"
+            assert not self.faults, self.faults
+            return dict(self.metrics)
+
     def wait_for(self, count: int, timeout_s: float = 20.0) -> list[Span]:
         """The spans, once there are `count` of them and all were well formed."""
+        return self.wait_until(lambda spans: len(spans) >= count, timeout_s)
+
+    def wait_until(self, enough: Callable[[list[Span]], bool], timeout_s: float = 20.0) -> list[Span]:
+        """The spans, once they are what the test waits for and all were well formed; a batch comes whole."""
         with self._arrived:
-            arrived = self._arrived.wait_for(lambda: len(self.spans) >= count, timeout_s)
-            assert arrived, f"{len(self.spans)} spans after {timeout_s} s, not {count}"
+            arrived = self._arrived.wait_for(lambda: enough(self.spans), timeout_s)
+            assert arrived, f"there are {len(self.spans)} spans after {timeout_s} s, not what the test waits for"
             assert not self.faults, self.faults
             return list(self.spans)
 
@@ -94,7 +132,44 @@ def _faults(span: Span, seen: set[bytes]) -> list[str]:
         "nothing was dropped": span.dropped_attributes_count == 0,
     }
     attributes(span.attributes)
+    for link in span.links:
+        checks["a link leads to a span"] = len(link.trace_id) == 16 and len(link.span_id) == 8 and any(link.span_id)
     return [f"{span.name}: {rule}" for rule, kept in checks.items() if not kept]
+
+
+def _metric_faults(metric: Metric) -> list[str]:
+    checks = {"a metric has a name and a unit": bool(metric.name and metric.unit)}
+    match metric.WhichOneof("data"):
+        case "gauge":
+            points: Iterable[NumberDataPoint | HistogramDataPoint] = metric.gauge.data_points
+        case "sum":
+            points = metric.sum.data_points
+            cumulative = metric.sum.aggregation_temporality == AGGREGATION_TEMPORALITY_CUMULATIVE
+            checks["a sum is cumulative and only grows"] = cumulative and metric.sum.is_monotonic
+        case "histogram":
+            points = metric.histogram.data_points
+            temporality = metric.histogram.aggregation_temporality
+            checks["a histogram is cumulative"] = temporality == AGGREGATION_TEMPORALITY_CUMULATIVE
+            for point in metric.histogram.data_points:
+                checks |= _histogram_checks(point)
+        case other:
+            raise AssertionError(f"{metric.name} is of no known kind: {other}")
+    series = [tuple(sorted(attributes(point.attributes).items(), key=str)) for point in points]
+    checks["a metric has points, each series once"] = len(set(series)) == len(series) > 0
+    checks["a point has a time behind its start"] = all(
+        0 < point.start_time_unix_nano <= point.time_unix_nano or metric.HasField("gauge") for point in points
+    )
+    return [f"{metric.name}: {rule}" for rule, kept in checks.items() if not kept]
+
+
+def _histogram_checks(point: HistogramDataPoint) -> dict[str, bool]:
+    bounds = [-math.inf, *point.explicit_bounds, math.inf]
+    return {
+        "there is one bucket more than bounds": len(point.bucket_counts) == len(point.explicit_bounds) + 1,
+        "bounds ascend": bounds == sorted(set(bounds)),
+        "buckets sum to the count": sum(point.bucket_counts) == point.count,
+        "exemplars have a trace": all(len(one.trace_id) == 16 and len(one.span_id) == 8 for one in point.exemplars),
+    }
 
 
 @contextmanager
@@ -116,7 +191,7 @@ def http_collector(mood: Mood = "good") -> Iterator[Collector]:
         def _status(self, body: bytes) -> int:
             if collector.mood == "refusing":
                 return 400
-            if self.path != "/v1/traces":
+            if self.path not in ("/v1/traces", "/v1/metrics"):
                 collector.faults.append(f"path {self.path}")
                 return 404
             if self.headers["content-type"] != "application/x-protobuf":
@@ -124,13 +199,14 @@ def http_collector(mood: Mood = "good") -> Iterator[Collector]:
                 return 415
             if self.headers.get("content-encoding") == "gzip":
                 body = gzip.decompress(body)
-            request = trace_service_pb2.ExportTraceServiceRequest()
             try:
-                request.ParseFromString(body)
+                if self.path == "/v1/traces":
+                    collector.take(trace_service_pb2.ExportTraceServiceRequest.FromString(body))
+                else:
+                    collector.take_metrics(metrics_service_pb2.ExportMetricsServiceRequest.FromString(body))
             except DecodeError as error:
                 collector.faults.append(f"not protobuf: {error}")
                 return 400
-            collector.take(request)
             return 200
 
         def log_message(self, format: str, *args: object) -> None:
@@ -159,17 +235,22 @@ def grpc_collector(mood: Mood = "good") -> Iterator[Collector]:
         def Export(
             self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
         ) -> trace_service_pb2.ExportTraceServiceResponse:
-            collector.asked.set()
-            if collector.mood == "frozen":
-                collector.thaw.wait(60)
-            if collector.mood == "refusing":
-                context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no")
+            _behave(collector, context)
             collector.take(request)
             return trace_service_pb2.ExportTraceServiceResponse()
+
+    class MetricsServicer(metrics_service_pb2_grpc.MetricsServiceServicer):
+        def Export(
+            self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: grpc.ServicerContext
+        ) -> metrics_service_pb2.ExportMetricsServiceResponse:
+            _behave(collector, context)
+            collector.take_metrics(request)
+            return metrics_service_pb2.ExportMetricsServiceResponse()
 
     with ThreadPoolExecutor(2) as pool:
         server = grpc.server(pool)
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Servicer(), server)
+        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(), server)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         collector.url = f"grpc://127.0.0.1:{port}"
@@ -178,3 +259,11 @@ def grpc_collector(mood: Mood = "good") -> Iterator[Collector]:
         finally:
             collector.thaw.set()
             server.stop(0).wait(5)
+
+
+def _behave(collector: Collector, context: grpc.ServicerContext) -> None:
+    collector.asked.set()
+    if collector.mood == "frozen":
+        collector.thaw.wait(60)
+    if collector.mood == "refusing":
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no")

@@ -52,7 +52,7 @@ def test_records_come_back_as_they_were(
 
 async def test_the_hub_keeps_what_it_hears_and_one_worker_the_steps(tmp_path: Path) -> None:
     for worker in range(2):
-        hub = Hub(model=MODEL, step_books=worker == 0, flight=opened(tmp_path, f"gateway-{worker}"))
+        hub = Hub(model=MODEL, first=worker == 0, flight=opened(tmp_path, f"gateway-{worker}"))
         await hub.start()
         hub.step(a_step())
         hub.request(a_record())

@@ -12,12 +12,23 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telemetry import ring as module
-from telemetry.ring import FILES, RING_BYTES_MIN, SEGMENT_NS, Header, Ring, RingError, Segment, read_ring, shrink
+from telemetry.ring import (
+    FILES,
+    RING_BYTES_MIN,
+    SEGMENT_NS,
+    Header,
+    Ring,
+    RingError,
+    Segment,
+    head_of,
+    read_ring,
+    shrink,
+)
 from tests.tidy.imports import ROOT
 
 HEADER = Header(kind="records", name="t-0", clock_id="c", wall_offset_ns=5, began_ns=0, number=0, bytes=0)
@@ -237,8 +248,8 @@ def test_nothing_there_and_another_version_are_said(tmp_path: Path) -> None:
     with pytest.raises(RingError, match="holds no recording"):
         read_ring(tmp_path)
     open_ring(tmp_path).close()
-    assert module.head_of(tmp_path) is not None
-    newer = module.msgspec.structs.replace(HEADER, version=2, bytes=1)
+    assert head_of(tmp_path) is not None
+    newer = msgspec.structs.replace(HEADER, version=2, bytes=1)
     (tmp_path / "later").mkdir()
     Ring(tmp_path / "later", newer, ring_bytes=RING_BYTES_MIN).close()
     with pytest.raises(RingError, match="holds no recording, or none that can be read"):

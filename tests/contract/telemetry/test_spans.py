@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from telemetry import clock, names
 from telemetry.ledger import Ledger
 from telemetry.live import LiveRequest, TraceContext, accept_trace
-from telemetry.records import RequestRecord
+from telemetry.records import KvReading, RequestRecord
 from telemetry.spans import SPANS_MAX, SpanData, phases, request_spans
 from telemetry.vocabulary import OBSERVING_ROUTES, STATES
 from tests.contract.telemetry.records_strategy import MODEL, request_records
@@ -53,6 +53,22 @@ def test_where_it_went_and_why_is_on_the_generation() -> None:
     assert expected.items() <= attributes.items()
     unplaced = request_spans(a_record(), None, offset_ns=OFFSET_NS)[1].attributes
     assert not unplaced.keys() & expected.keys()
+
+
+def test_how_full_the_pool_was_is_on_the_generation() -> None:
+    readings = {"at_admission": KvReading(0.5, 0.4, 0.2), "worst": KvReading(0.9, 0.8, 0.1), "at_end": None}
+    record = a_record(kv_at_admission=readings["at_admission"], kv_worst=readings["worst"], interconnect_wait_max_ns=7)
+    attributes = request_spans(record, None, offset_ns=OFFSET_NS)[1].attributes
+    assert {key: value for key, value in attributes.items() if key.startswith("pellucid.kv.")} == {
+        "pellucid.kv.at_admission.utilization": 0.5,
+        "pellucid.kv.at_admission.token_occupancy": 0.4,
+        "pellucid.kv.at_admission.internal_fragmentation": 0.2,
+        "pellucid.kv.worst.utilization": 0.9,
+        "pellucid.kv.worst.token_occupancy": 0.8,
+        "pellucid.kv.worst.internal_fragmentation": 0.1,
+        "pellucid.kv.block_seconds": 0.0,
+    }
+    assert attributes["pellucid.interconnect.wait_max_ns"] == 7
 
 
 @settings(max_examples=150, deadline=None)
@@ -156,7 +172,8 @@ def test_of_an_upstream_the_span_says_what_is_known() -> None:
     own = request_spans(a_record(), a_live(), offset_ns=OFFSET_NS)[1].attributes.keys()
     assert own - chat.attributes.keys() == {
         *("pellucid.preemptions", "pellucid.steps", "pellucid.kv.block_seconds"),
-        *("pellucid.interconnect.wait_ns", "pellucid.interconnect.transfer_ns"),
+        *("pellucid.interconnect.wait_ns", "pellucid.interconnect.transfer_ns", "pellucid.interconnect.wait_max_ns"),
+        "pellucid.engine_ns",
         *("pellucid.tokens.computed", "pellucid.tokens.recomputed", "pellucid.tokens.drafted"),
         *("pellucid.tokens.draft_accepted", "pellucid.tokens.draft_rejected"),
     }
