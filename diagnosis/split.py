@@ -29,6 +29,8 @@ FRAGMENTED = 0.3
 REPEATED_TOKENS_MIN = 32
 FULL_STEPS = 0.4
 """Of all rows those in steps that had as many as any: from here on the window decides, and not the load."""
+JUDGED_STEPS_MIN = 10
+"""Fewer steps do not tell what is usual for them: all of the window are asked."""
 STARVED = 0.35
 """Of busy time, a thread of an engine has no processor for so long where gateway and clients use the same ones."""
 TRANSFER = 0.3
@@ -47,7 +49,7 @@ class Shares:
     fixed: float = 0.0
     """Of a full step, what it costs whatever its rows are; 0 where the window does not decide."""
     prompts: float = 0.0
-    """Of the rows, those of prompts."""
+    """Of computing, what went into the rows of prompts."""
     missed: float = 0.0
     """Of the prompts that were computed, what a prefix cache could have had."""
 
@@ -63,11 +65,12 @@ def shares_over(evidence: Evidence, steps: Iterable[StepRecord] | None = None) -
     busy_ns = totals.busy_ns
     if busy_ns <= 0:
         return Shares()
+    judged = totals if totals.steps >= JUDGED_STEPS_MIN else whole
     spent = {
         "garbage_collection": float(totals.gc_pause_ns),
         "cpu_starvation": totals.starved_ns - STARVED * busy_ns,
-        "straggler": _late_ns(totals, whole),
-        "interconnect": totals.parts.get("interconnect_transfer", 0) - TRANSFER * busy_ns,
+        "straggler": _late_ns(totals, judged),
+        "interconnect": _wire_ns(totals, judged),
         "speculation": totals.draft_rejected_ns + _wrong(totals) * totals.parts.get("draft", 0),
         "dequantize": FLOAT_WASTE * totals.parts.get("compute", 0) if facts.why_torch else 0.0,
     }
@@ -77,7 +80,7 @@ def shares_over(evidence: Evidence, steps: Iterable[StepRecord] | None = None) -
         shares[name] = min(left, max(0.0, amount_ns / busy_ns))
         left -= shares[name]
     fixed = whole.fixed_share() if totals.prefill_tokens and _full(totals, evidence) else 0.0
-    prompts = totals.prefill_tokens / totals.tokens if totals.tokens else 0.0
+    prompts = whole.row_share(totals.prefill_tokens / totals.steps, totals.tokens / totals.steps)
     return Shares(shares, fixed, prompts, _missed(evidence.requests))
 
 
@@ -89,12 +92,19 @@ def _full(totals: StepTotals, evidence: Evidence) -> bool:
     return often and min(whole.tokens_max, totals.tokens_max) >= as_large > 0
 
 
-def _late_ns(totals: StepTotals, whole: StepTotals) -> float:
+def _late_ns(totals: StepTotals, judged: StepTotals) -> float:
     """What one rank kept the others waiting; ranks that are late in turns only disturb each other."""
-    late = whole.late_ranks
+    late = judged.late_ranks
     if not late or 2 * max(late.values()) - sum(late.values()) < ONE_RANK * sum(late.values()):
         return 0.0
     return float(totals.late_ranks.get(max(late, key=late.__getitem__), 0))
+
+
+def _wire_ns(totals: StepTotals, judged: StepTotals) -> float:
+    """What exchanges took beyond what they take anyway; a single step may always have been disturbed."""
+    if judged.parts.get("interconnect_transfer", 0) <= TRANSFER * judged.busy_ns:
+        return 0.0
+    return totals.parts.get("interconnect_transfer", 0) - TRANSFER * totals.busy_ns
 
 
 def _wrong(totals: StepTotals) -> float:

@@ -36,6 +36,7 @@ from launch.upstreams import TABLE, parse_upstreams
 PREFIX = "PELLUCID_"
 OTHER_VARIABLES = frozenset(
     {
+        "PELLUCID_API_KEY",  # that of `pellucid why` and `doctor`
         "PELLUCID_ADMIN_KEY",  # in place of --admin-key-file
         "PELLUCID_CONFIG",
         "PELLUCID_ENGINE_SECRET",  # in place of --engine-secret-file

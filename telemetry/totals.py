@@ -12,6 +12,10 @@ GRAIN_NS = 5_000_000_000
 """How long the shortest stretch is that sums are kept of."""
 
 
+LINE_STEPS_MIN = 10
+"""Fewer steps do not tell what is fixed in them."""
+
+
 class StepTotals(msgspec.Struct):
     """All numbers are sums over steps, but for those whose name says otherwise."""
 
@@ -101,13 +105,27 @@ class StepTotals(msgspec.Struct):
 
         By the least squares line through all steps; 0 where they do not tell: too few, or all alike.
         """
+        line = self._line()
+        return 0.0 if line is None or not self.tokens_max else _share(line[0], line[0] + line[1] * self.tokens_max)
+
+    def row_share(self, rows: float, of_rows: float) -> float:
+        """Of a step with `of_rows` rows, the share that `rows` of them cost, 0..1; without a line, by their number."""
+        line = self._line()
+        if line is None:
+            return _share(rows, of_rows)
+        return _share(line[1] * rows, line[0] + line[1] * of_rows)
+
+    def _line(self) -> tuple[float, float] | None:
+        """What a step costs, and a row of it, in seconds."""
         spread = self.line_n * self.line_xx - self.line_x**2
-        if self.line_n < 10 or spread <= 0 or not self.tokens_max:
-            return 0.0
+        if self.line_n < LINE_STEPS_MIN or spread <= 0:
+            return None
         slope = (self.line_n * self.line_xy - self.line_x * self.line_y) / spread
-        fixed = (self.line_y - slope * self.line_x) / self.line_n
-        whole = fixed + slope * self.tokens_max
-        return min(1.0, max(0.0, fixed / whole)) if whole > 0 else 0.0
+        return max(0.0, (self.line_y - slope * self.line_x) / self.line_n), max(0.0, slope)
+
+
+def _share(part: float, whole: float) -> float:
+    return min(1.0, max(0.0, part / whole)) if whole > 0 else 0.0
 
 
 _SUMMED = (

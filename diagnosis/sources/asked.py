@@ -8,7 +8,7 @@ from diagnosis.doctor import Report, examine
 from diagnosis.sources.live import fetch, live_report, live_why
 from diagnosis.sources.recording import recorded
 from diagnosis.sources.scrape import of_scrape
-from diagnosis.sources.traces import of_jaeger, of_trace_file
+from diagnosis.sources.traces import is_trace_id, of_jaeger, of_trace_file
 from diagnosis.why import Why, why
 from launch.errors import UserError
 from telemetry.evidence import Evidence
@@ -28,7 +28,7 @@ def why_traced(request_id: str, *, trace: str | None, jaeger: str | None) -> Why
         return _why(request_id, Evidence(requests=of_trace_file(Path(trace).expanduser())), trace)
     assert jaeger is not None
     found = of_jaeger(jaeger, request_id)
-    named = request_id if any(one.request_id == request_id for one in found) or not found else found[0].request_id
+    named = found[0].request_id if found and is_trace_id(request_id) else request_id
     return _why(named, Evidence(requests=found), jaeger)
 
 

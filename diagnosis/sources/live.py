@@ -36,7 +36,8 @@ def fetch(url: str, key: str = "") -> bytes:
             data: bytes = answer.read(ANSWER_BYTES_MAX)
             return data
     except urllib.error.HTTPError as error:
-        raise UserError(f"{url}: {_complaint(error)}") from None
+        with error:
+            raise UserError(f"{url}: {_complaint(error)}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise UserError(f"nothing answers at {url} ({reason}): is `pellucid serve` running there?") from None

@@ -8,17 +8,21 @@ from launch.errors import UserError
 from telemetry.evidence import Evidence
 from telemetry.flight import read_records
 from telemetry.records import RequestRecord, StepRecord
+from telemetry.ring import RingError
 
 
 def recorded(directory: Path, seconds: float | None) -> Evidence:
     """All of a recording, or its last seconds.  Raises UserError."""
     requests: list[RequestRecord] = []
     steps: list[StepRecord] = []
-    for record in read_records(directory):
-        if isinstance(record, RequestRecord):
-            requests.append(record)
-        else:
-            steps.append(record)
+    try:
+        for record in read_records(directory):
+            if isinstance(record, RequestRecord):
+                requests.append(record)
+            else:
+                steps.append(record)
+    except RingError as error:
+        raise UserError(f"{error}; `pellucid flight list` shows recordings") from None
     if not requests and not steps:
         raise UserError(f"there is no step and no request in {directory}: `pellucid flight list` shows recordings")
     last_ns = max([one.finished_ns for one in requests] + [one.ended_ns for one in steps])

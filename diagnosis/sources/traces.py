@@ -81,10 +81,15 @@ def of_trace_file(file: Path) -> list[RequestRecord]:
         raise UserError(f"{file} does not hold traces as OTLP/JSON lines, as --export-trace writes them") from None
 
 
+def is_trace_id(name: str) -> bool:
+    """Whether it looks like the id of a trace."""
+    return len(name) == 32 and all(digit in "0123456789abcdef" for digit in name)
+
+
 def of_jaeger(url: str, name: str) -> list[RequestRecord]:
     """The requests of the trace of that id, or that of that request id, by Jaeger's stable API.  Raises UserError."""
     where = url.rstrip("/") + "/api/v3/traces"
-    if len(name) == 32 and all(digit in "0123456789abcdef" for digit in name):
+    if is_trace_id(name):
         where += f"/{name}"
     else:
         now = datetime.now(UTC)

@@ -51,11 +51,13 @@ def test_the_fixed_cost_of_a_step_is_that_of_the_least_squares_line() -> None:
     slope, fixed = np.polyfit(tokens, np.array(served) / 1e9, 1)
     assert totals.fixed_share() == pytest.approx(fixed / (fixed + slope * max(tokens)))
     assert 0.15 < totals.fixed_share() < 0.25
+    assert totals.row_share(20, 40) == pytest.approx(slope * 20 / (fixed + slope * 40))
 
 
 def test_alike_steps_tell_nothing_of_what_is_fixed() -> None:
     assert total([step(16, 1000) for _ in range(50)]).fixed_share() == 0
-    assert total([step(number, 1000 * number) for number in range(1, 5)]).fixed_share() == 0, "too few"
+    few = total([step(number, 1000 * number) for number in range(1, 5)])
+    assert few.fixed_share() == 0 and few.row_share(2, 8) == 0.25, "too few"
 
 
 def test_who_was_late_and_what_was_waited_for_is_kept() -> None:

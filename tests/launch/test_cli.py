@@ -212,7 +212,8 @@ def test_help_loads_nothing_heavy_and_is_quick(tmp_path: Path) -> None:
     assert time.monotonic() - started_s < 5.0  # torch alone would take longer on a busy machine
 
 
-HELPS = [["serve"], ["engine"], ["bench", "scaling"], ["dashboards", "render"], ["model", "pull"], ["model", "list"]]
+HELPS = [["serve"], ["engine"], ["why"], ["doctor"], ["bench", "scaling"], ["dashboards", "render"]]
+HELPS += [["model", "pull"], ["model", "list"]]
 HELPS += [["flight", command] for command in ("list", "dump", "replay")]
 HELPS += [["keys", command] for command in ("create", "list", "revoke", "rotate", "tenant", "tenants", "organisation")]
 

@@ -1,0 +1,177 @@
+"""
+The same request is explained alike from wherever its record is: a flight recording, a file of traces, Jaeger.
+"""
+
+import http.server
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from diagnosis.doctor import Report, examine
+from diagnosis.sources import asked
+from diagnosis.why import Why
+from launch.errors import UserError
+from pellucid import cli
+from telemetry.flight import open_records
+from telemetry.metrics import Metrics
+from telemetry.otlp_json import otlp_line
+from telemetry.records import RequestRecord
+from telemetry.spans import request_spans
+from telemetry.vocabulary import View
+from tests.core.test_diagnosis import CASES, QUIET, request, with_slow
+
+SLOW = request(7, QUIET | {"queue_kv_full": 4000})
+EVERYBODY = [*(request(number, QUIET) for number in range(6)), SLOW]
+
+
+def told(answer: Why) -> list[tuple[str, int, int | None]]:
+    """What it says, but for what only steps could tell."""
+    return [(one.cause, one.ns, one.baseline_ns) for one in answer.causes]
+
+
+@contextmanager
+def serving(answers: dict[str, bytes]) -> Iterator[tuple[str, list[str]]]:
+    """A server with these answers by path, and what it was asked."""
+    asked_for: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked_for.append(self.path)
+            answer = answers.get(urlsplit(self.path).path)
+            self.send_response(200 if answer is not None else 404)
+            self.end_headers()
+            self.wfile.write(answer or b'{"error": {"message": "Not here."}}')
+
+        def log_message(self, *_: object) -> None:
+            """Quietly."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", asked_for
+        finally:
+            server.shutdown()
+
+
+def line(record: RequestRecord) -> bytes:
+    return otlp_line(request_spans(record, None, offset_ns=1), resource={}, version="0")
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    records = open_records(str(tmp_path), "gateway-0", ring_bytes=1 << 20)
+    assert records is not None
+    for record in EVERYBODY:
+        records.request(record)
+    for step in CASES["neighbours"].steps.values():
+        records.step(step)
+    records.close()
+    return next(path for path in tmp_path.rglob("gateway-0*") if path.is_dir())
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    file = tmp_path / "traces.jsonl"
+    file.write_bytes(b"".join(map(line, EVERYBODY)))
+    return file
+
+
+def test_all_places_say_the_same(recording: Path, traces: Path) -> None:
+    recorded = asked.why_recorded("r7", recording)
+    traced = asked.why_traced("r7", trace=str(traces), jaeger=None)
+    assert recorded.causes[0].cause == "kv_starvation" and recorded.causes[0].ns == 4_000_000_000
+    assert told(recorded) == told(traced)
+    assert recorded.e2e_ns == traced.e2e_ns and recorded.outcome == traced.outcome
+
+
+def test_jaeger_is_asked_by_request_and_by_trace() -> None:
+    trace_id = "ab" * 16
+    document = b'{"result": ' + line(SLOW).strip() + b"}\n"
+    with serving({"/api/v3/traces": document, f"/api/v3/traces/{trace_id}": document}) as (url, asked_for):
+        by_request = asked.why_traced("r7", trace=None, jaeger=url)
+        by_trace = asked.why_traced(trace_id, trace=None, jaeger=url + "/")
+        with pytest.raises(UserError, match="no request 'r9'"):
+            asked.why_traced("r9", trace=None, jaeger=url)
+    assert by_request == by_trace and by_request.causes[0].cause == "kv_starvation"
+    query = parse_qs(urlsplit(asked_for[0]).query)
+    assert query["query.service_name"] == ["pellucid"]
+    assert query["query.attributes"] == ['{"pellucid.request_id":"r7"}']
+    assert {"query.start_time_min", "query.start_time_max"} <= query.keys()
+
+
+def test_a_recording_is_examined_from_its_end(recording: Path) -> None:
+    assert [one.cause for one in asked.report_recorded(recording, 300).findings] == ["kv_starvation"]
+    assert asked.report_recorded(recording, 1).requests == 1, "the others had ended long before"
+
+
+def test_a_scrape_is_examined_as_one_mean_request(tmp_path: Path) -> None:
+    metrics = Metrics()
+    for number in range(20):
+        metrics.request(request(number, QUIET | {"limit": 900}))
+    file = tmp_path / "metrics.txt"
+    file.write_bytes(metrics.text(View())[0])
+    report = asked.report_scraped(str(file), "")
+    assert report.findings[0].cause == "redis"
+    assert report.findings[0].quantities.keys() == {"ttft_p99", "ttft_p99.9", "e2e_p99", "e2e_p99.9"}
+    with serving({"/metrics": file.read_bytes()}) as (url, _):
+        assert asked.report_scraped(f"{url}/metrics", "") == report
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["why", "r7", "--trace", "{missing}"], "No such file"),
+        (["why", "r7", "--trace", "{garbage}"], "does not hold traces"),
+        (["why", "r8", "--trace", "{traces}"], "no request 'r8'"),
+        (["why", "r7", "--trace", "{traces}", "--jaeger", "http://x"], "one of them"),
+        (["why", "r7", "--url", "ftp://x"], "no URL like"),
+        (["why", "r7", "--url", "http://127.0.0.1:9"], "nothing answers"),
+        (["why", "r7", "--flight", "{empty}/"], "holds no recording"),
+        (["doctor", "--scrape", "{garbage}"], "no text of Prometheus"),
+        (["doctor", "--scrape", "{missing}"], "No such file"),
+        (["doctor", "--scrape", "x", "--flight", "y"], "one of them"),
+        (["doctor", "--url", "http://127.0.0.1:9"], "nothing answers"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_do(
+    arguments: list[str], words: str, tmp_path: Path, traces: Path
+) -> None:
+    garbage, empty = tmp_path / "garbage", tmp_path / "empty"
+    garbage.write_text("this { is not\nit")
+    empty.mkdir()
+    places = {"missing": tmp_path / "missing", "garbage": garbage, "empty": empty, "traces": traces}
+    done = CliRunner().invoke(cli, [one.format(**places) for one in arguments])
+    assert isinstance(done.exception, UserError) and words in str(done.exception)
+    assert "\n" not in str(done.exception)
+
+
+def test_the_answers_of_a_live_system_are_shown_and_a_finding_is_an_exit_code() -> None:
+    evidence = with_slow({"limit": 900})
+    report = examine(evidence)
+    answers = {"/debug/doctor": msgspec.json.encode(report), "/debug/why/r%207": b"{}", "/debug/requests": b""}
+    with serving(answers) as (url, asked_for):
+        done = CliRunner().invoke(cli, ["doctor", "--url", url, "--minutes", "2"])
+        assert done.exit_code == 1
+        assert "1. slow server of keys and limits: " in done.stdout and "--redis-url" in done.stdout
+        assert asked_for == ["/debug/doctor?seconds=120"]
+        asjson = CliRunner().invoke(cli, ["doctor", "--url", url, "--json"])
+        assert msgspec.json.decode(asjson.stdout, type=Report) == report
+        unlike = CliRunner().invoke(cli, ["why", "r 7", "--url", url])
+        assert "does not answer as Pellucid does" in str(unlike.exception)
+        unknown = CliRunner().invoke(cli, ["why", "r8", "--url", url])
+        assert "404, Not here." in str(unknown.exception)
+
+
+def test_why_in_words(traces: Path) -> None:
+    done = CliRunner().invoke(cli, ["why", "r7", "--trace", str(traces)])
+    assert done.exit_code == 0
+    first, summary, *rest = done.stdout.splitlines()
+    assert first == "r7  stop  4.25 s"
+    assert summary.startswith("Of 4.25 s, 4.00 s, 94%, went because it waited for KV memory")
+    assert any("What would help" in one for one in rest) and any("--kv-memory" in one for one in rest)
