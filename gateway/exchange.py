@@ -332,6 +332,7 @@ class Exchange:
             promised_tokens=self.live.promised_tokens,
             upstream=relayed.upstream,
             usage_estimated=relayed.estimated,
+            unread_ns=self._disturbed.late_ns,
             repeated_tokens=self.live.repeated_tokens,
             gc_pause_ns=disturbed.gc_pause_ns - self._disturbed.gc_pause_ns,
             loop_lag_ns=disturbed.loop_lag_ns - self._disturbed.loop_lag_ns,

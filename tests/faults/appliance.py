@@ -18,6 +18,7 @@ from launch.store import Store, data_dir
 from tests.cache.proxy import Proxy, proxying
 from tests.cache.servers import embedded
 from tests.faults.dials import VARIABLE, Dials
+from tests.http.scripted_upstream import UPSTREAM_MODEL, ScriptedUpstream
 from tests.processes import children_of
 
 PROGRAM = "tests.faults.wrapped_serve"
@@ -36,16 +37,21 @@ class Setup(msgspec.Struct, frozen=True):
     environ: tuple[tuple[str, str], ...] = ()
     keys: bool = False
     """Whether requests need a key, whose server is behind a proxy."""
+    upstream: bool = False
+    """Whether there is a server that answers for another model."""
 
 
 class Patient:
     """One that runs."""
 
-    def __init__(self, appliance: Appliance, dials: Dials, key: str = "", proxy: Proxy | None = None) -> None:
+    def __init__(
+        self, appliance: Appliance, dials: Dials, key: str, proxy: Proxy | None, upstream: ScriptedUpstream | None
+    ) -> None:
         self.appliance = appliance
         self.dials = dials
         self.proxy = proxy
         """Before the server for keys and limits."""
+        self.upstream = upstream
         self.session = appliance.session
         self.url = appliance.url
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -86,7 +92,7 @@ async def started(setup: Setup, folder: Path) -> AsyncIterator[Patient]:
     data = folder / ("keyed" if setup.keys else "open")
     data.mkdir(exist_ok=True)
     dials = Dials.made(folder / "dials")
-    key, proxy = "", None
+    key, proxy, upstream = "", None, None
     async with contextlib.AsyncExitStack() as stack:
         if setup.keys:
             (folder / "store").mkdir(exist_ok=True)
@@ -95,9 +101,16 @@ async def started(setup: Setup, folder: Path) -> AsyncIterator[Patient]:
             proxy = await stack.enter_async_context(proxying(server.address, folder / "proxy.sock"))
             options += ["--redis-url", f"unix://{proxy.path}"]
             key = await new_key(data, f"unix://{proxy.path}")
+        if setup.upstream:
+            upstream = ScriptedUpstream()
+            upstream.start()
+            stack.callback(upstream.stop)
+            table = f'[[upstream]]\nname = "up"\nurl = "{upstream.url}"\nmodel = "{UPSTREAM_MODEL}"\n'
+            (folder / "upstream.toml").write_text(table)
+            options += ["--config", str(folder / "upstream.toml")]
         environ = {**os.environ, VARIABLE: str(folder / "dials"), **dict(setup.environ)}
         appliance = await stack.enter_async_context(serving(options, data, environ, replicas=1, program=PROGRAM))
-        patient = Patient(appliance, dials, key, proxy)
+        patient = Patient(appliance, dials, key, proxy, upstream)
         patient.model = str((await patient.rows("/v1/models", "data"))[0]["id"])
         yield patient
 

@@ -15,7 +15,7 @@ Dial = Literal[
     "late_rank_s",  # by how much rank 1 comes too late to a step
     "slow_wire_s",  # what each exchange between ranks takes longer
     "collection_steps",  # after so many, all objects of the engine are walked through for garbage
-    "loop_block_s",  # of the gateway's event loop, once a second
+    "loop_block_s",  # of the gateway's event loop, now and then
     "leak_bytes_s",  # that the engine never gives back
 ]
 DIALS: tuple[Dial, ...] = get_args(Dial)

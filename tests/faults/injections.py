@@ -19,6 +19,7 @@ import msgspec
 from tests.faults.appliance import POLL_S, Patient, Row, Setup
 from tests.faults.dials import Dial
 from tests.faults.load import Background, chat, send, text
+from tests.http.scripted_upstream import UPSTREAM_MODEL, Visit, well
 
 BUSY = "while True: pass"
 Hurts = Literal["first_token_ns", "gap_max_ns", "e2e_ns"]
@@ -178,6 +179,22 @@ def late_store(delay_s: float) -> Affliction:
     return afflict
 
 
+def slow_upstream(delay_s: float) -> Affliction:
+    """Some ask it, and it thinks for that long before it says anything."""
+    asking_it = clients(2, lambda draw: chat(text(draw, 20), 8) | {"model": UPSTREAM_MODEL})
+
+    async def behave(visit: Visit) -> None:
+        await asyncio.sleep(delay_s)
+        await well(visit)
+
+    async def afflict(patient: Patient, draw: random.Random) -> None:
+        assert patient.upstream is not None
+        patient.upstream.behaviour = behave
+        await asking_it(patient, draw)
+
+    return afflict
+
+
 def hogs(count: int) -> Affliction:
     """Programs that are always busy."""
 
@@ -228,6 +245,8 @@ IN_TORCH = (("PELLUCID_KERNELS", "torch"),)
 WITH_KEYS = Setup(keys=True)
 NO_LOAD = Background(rate_s=1.0)
 STORIES = Background(rate_s=2.0, tokens=(100, 200))
+SAGAS = Background(rate_s=1.5, tokens=(150, 220))  # who comes while the loop is held up is not known to have waited
+MANY_STORIES = Background(rate_s=5.0, tokens=(60, 100))
 LONG_ANSWERS = Background(rate_s=2.0, tokens=(60, 100))
 LONG_PROMPTS = Background(rate_s=1.0, words=(700, 1000), tokens=(8, 16))
 
@@ -279,7 +298,13 @@ FAULTS = (
         three(lambda n: Strength(f"{n:g} texts", setup=SMALL_KV, background=_rotation(n)), 5, 6, 7),
         "first_token_ns",
     ),
-    by_dial("speculation", "wrong_guesses", "e2e_ns", (6, 10, 15), DEFAULT),
+    Fault(
+        "speculation",
+        three(
+            lambda n: Strength(f"{n:g} tokens", turned("wrong_guesses", n), background=MANY_STORIES), 6, 10, 15
+        ),
+        "e2e_ns",
+    ),
     Fault("step_tokens", three(_step_tokens, 32, 24, 16), "first_token_ns"),
     Fault(
         "dequantize",
@@ -297,7 +322,7 @@ FAULTS = (
     Fault(
         "event_loop",
         three(
-            lambda s: Strength(f"{s * 1e3:g} ms", turned("loop_block_s", s), background=LONG_ANSWERS), 0.2, 0.4, 0.6
+            lambda s: Strength(f"{s * 1e3:g} ms", turned("loop_block_s", s), background=SAGAS), 0.2, 0.4, 0.6
         ),
         "gap_max_ns",
     ),
@@ -306,6 +331,11 @@ FAULTS = (
         "redis",
         three(lambda s: Strength(f"{s * 1e3:g} ms", late_store(s), WITH_KEYS), 0.02, 0.05, 0.1),
         "first_token_ns",
+    ),
+    Fault(
+        "upstream",
+        three(lambda s: Strength(f"{s * 1e3:g} ms", slow_upstream(s), Setup(upstream=True)), 0.3, 0.7, 1.5),
+        "e2e_ns",
     ),
     Fault("cpu_starvation", three(lambda n: Strength(f"{n:g} hogs", hogs(int(n))), 2, 4, 8), "e2e_ns"),
     Fault(

@@ -64,7 +64,7 @@ def bodies(background: Background, seed: str) -> Sequence[tuple[float, Row]]:
 
 async def send(patient: Patient, body: Row, route: str = "/v1/chat/completions") -> int:
     """Ask and read to the end; the status.  0: it was cut off, or never came; faults do that."""
-    whole = body | {"model": patient.model}
+    whole = {"model": patient.model} | body
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
     try:
         async with patient.session.post(

@@ -9,7 +9,7 @@ import time
 import gateway.__main__ as gateway
 from tests.faults.dials import Dials
 
-PERIOD_S = 1.0
+PERIOD_S = 0.7
 
 
 async def block_now_and_then(dials: Dials) -> None:

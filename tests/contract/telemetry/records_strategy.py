@@ -74,6 +74,7 @@ def request_records(draw: st.DrawFn) -> RequestRecord:
         kv_at_admission=draw(st.none() | kv_readings),
         kv_worst=draw(st.none() | kv_readings),
         kv_at_end=draw(st.none() | kv_readings),
+        unread_ns=draw(spans_ns),
         gc_pause_ns=draw(spans_ns),
         loop_lag_ns=draw(spans_ns),
         model=MODEL,
