@@ -17,7 +17,8 @@ import engine.draft_model
 import engine.scheduler
 import telemetry.disturbance
 from engine.config import SchedulerConfig
-from engine.loop import Loop
+from engine.plan import StepPlan
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.speculate import Speculation, Speculator
 from tests.faults.dials import Dials
@@ -132,7 +133,7 @@ def wrapped_ranks() -> None:
 
 def wrap(dials: Dials) -> None:
     """From the engine's start on."""
-    speculation_for, step, serve = engine.draft_model.speculation_for, Loop.step, shell.serve
+    speculation_for, plan, serve = engine.draft_model.speculation_for, Scheduler.plan, shell.serve
 
     def guessing(config: SchedulerConfig) -> Speculation | None:
         if config.drafts_max and not config.draft_blocks_max:
@@ -142,11 +143,11 @@ def wrap(dials: Dials) -> None:
     def serving(*arguments: Any, **named: Any) -> None:
         heap = Heap(dials)
 
-        def stepping(self: Loop) -> None:
+        def planning(self: Scheduler, now_ns: int) -> StepPlan:
             heap.step()
-            step(self)
+            return plan(self, now_ns)
 
-        Loop.step = stepping  # type: ignore[method-assign]
+        Scheduler.plan = planning  # type: ignore[method-assign]
         serve(*arguments, **named)
 
     engine.scheduler.speculation_for = guessing  # type: ignore[attr-defined]
