@@ -32,6 +32,8 @@ GROWTH_BYTES_MIN = {"gateway": 128_000_000}
 GROWTH_BYTES_ELSE = 8_000_000
 NO_ENGINE = ("no_healthy_engine", "engine_lost")
 UNSERVED_MIN = 3
+UNREAD_NS = 150_000_000
+"""Of a request, before it was taken up: a loop on a busy machine is late by some ten ms at times."""
 SHOWN_MAX = 5
 """Requests of a tail that are named."""
 
@@ -112,7 +114,7 @@ def examine(evidence: Evidence) -> Report:
                     shown = f"the {quantity.title} at {tail}"
                     carried.setdefault(cause, {})[name] = Carried(spent_ns / whole, felt_ns, shown)
     found = [_diagnosis(name, shares, evidence) for name, shares in carried.items()]
-    found += [*_unserved(evidence, carried), *_memory(evidence)]
+    found += [*_unserved(evidence, carried), *_unread(evidence, carried), *_memory(evidence)]
     return Report(
         window_s=evidence.window_ns / 1e9,
         requests=len(evidence.requests),
@@ -174,6 +176,26 @@ def _unserved(evidence: Evidence, carried: Mapping[str, object]) -> Sequence[Dia
             quantities={},
             words=f"{failed} of {len(evidence.requests)} requests failed, because there was no engine",
             evidence={"failed_requests": failed, "engine_starts": evidence.starts},
+            change=cause.change(evidence),
+        )
+    ]
+
+
+def _unread(evidence: Evidence, carried: Mapping[str, object]) -> Sequence[Diagnosis]:
+    """Requests that came while the gateway was held up: they waited before anybody kept a book of them."""
+    late = [one for one in evidence.requests if one.unread_ns >= UNREAD_NS]
+    if not late or "event_loop" in carried:
+        return ()
+    cause = BY_NAME["event_loop"]
+    worst = max(late, key=lambda one: one.unread_ns)
+    return [
+        Diagnosis(
+            cause=cause.name,
+            title=cause.title,
+            share=worst.unread_ns / (worst.unread_ns + worst.first_token_ns),
+            quantities={},
+            words=f"{len(late)} requests may have lain unread, one for {duration(worst.unread_ns)}: {cause.words}",
+            evidence={"unread_requests": len(late), "unread_ns_max": worst.unread_ns},
             change=cause.change(evidence),
         )
     ]

@@ -19,6 +19,8 @@ WORTH = 0.02
 """Of the request's time: less is not a cause."""
 BLAMED, BLAMED_UNUSUAL = 0.2, 0.1
 """Of the request's time, what a fault must have taken to be named before the request's own work; if it is unusual."""
+UNREAD_NS = 20_000_000
+"""Shorter than that nothing is said of what came before a request was taken up."""
 UNUSUAL = 1.5
 """So many times what it usually takes."""
 
@@ -158,6 +160,8 @@ def _summary(record: RequestRecord, e2e_ns: int, findings: Sequence[Finding]) ->
     said = f"Of {whole}, {about}{duration(first.ns)}, {first.share:.0%}, went because {first.words}{usual}."
     if not faults:
         said += " Nothing else is worth a word."
+    if record.unread_ns >= WORTH * e2e_ns and record.unread_ns >= UNREAD_NS:
+        said += f" Before that it may have lain unread for {duration(record.unread_ns)}: the event loop was held up."
     if record.first_token_ns:
         said += f" The first token came after {duration(record.first_token_ns)}."
     return said

@@ -279,7 +279,6 @@ class Exchange:
 
     def _record(self, closed_ns: int) -> RequestRecord:
         calls = self.flight.calls
-        states = self.book.close(closed_ns, told_last(self.flight.calls))
         disturbed = self._hub.disturbed()
         records = [call.record for call in calls if call.record is not None]
         last = max(records, key=lambda record: record.finished_ns, default=None)
@@ -294,7 +293,7 @@ class Exchange:
             outcome="client_gone" if self.gone else self.outcome or _outcome_of(self.status),
             accepted_ns=self.book.opened_ns,
             finished_ns=closed_ns,
-            states=states,
+            states=self.book.close(closed_ns, told_last(calls)),
             prompt_tokens=bill.prompt if bill else _sum(records, "prompt_tokens") or self.live.prompt_tokens,
             cached_tokens=bill.cached if bill else _sum(records, "cached_tokens"),
             computed_tokens=_sum(records, "computed_tokens"),
@@ -332,6 +331,7 @@ class Exchange:
             promised_tokens=self.live.promised_tokens,
             upstream=relayed.upstream,
             usage_estimated=relayed.estimated,
+            unread_ns=self._disturbed.late_ns,
             repeated_tokens=self.live.repeated_tokens,
             gc_pause_ns=disturbed.gc_pause_ns - self._disturbed.gc_pause_ns,
             loop_lag_ns=disturbed.loop_lag_ns - self._disturbed.loop_lag_ns,

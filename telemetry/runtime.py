@@ -31,6 +31,8 @@ class Overlaps(NamedTuple):
     gc_pause_ns: int
     loop_lag_ns: int
     starved_ns: int
+    late_ns: int
+    """By how much the event loop is late just now: as long may lie unread what it takes up next."""
 
 
 class RuntimeSampler:
@@ -49,7 +51,7 @@ class RuntimeSampler:
     def overlaps(self, now_ns: int) -> Overlaps:
         """All of it so far; by what the loop is late just now counts already."""
         late_ns = max(0, now_ns - self._due_ns) if self._due_ns else 0
-        return Overlaps(self._pauses.total_ns, self._lag_ns + late_ns, self.starved_ns)
+        return Overlaps(self._pauses.total_ns, self._lag_ns + late_ns, self.starved_ns, late_ns)
 
     def start(self) -> None:
         """Begin to measure, on the running event loop."""

@@ -62,9 +62,9 @@ def _live_json(live: LiveRequest, now_ns: int) -> JsonObject:
 
 
 def step_json(step: StepRecord) -> JsonObject:
-    """One step, its finished requests left out."""
+    """One step; it names no request, since all may see it."""
     fields: JsonObject = msgspec.to_builtins(step, str_keys=True)
-    del fields["finished"]
+    del fields["finished"], fields["requests"]
     fields["imbalance_ns"] = step.imbalance()
     interconnect: JsonObject = msgspec.to_builtins(step.interconnect)
     interconnect["exchanges"] = {

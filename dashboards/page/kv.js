@@ -17,7 +17,7 @@ const PLACES = [
   ["cached_idle", "cached, idle", "cached"], ["fenced", "fenced", "fenced"], ["free", "free", "free"],
 ];
 
-class Map_ {
+class BlockMap {
   constructor(replica, open) {
     this.caption = make("figcaption");
     this.canvas = make("canvas", { class: "map", tabindex: "0", role: "img", "aria-describedby": "kv-book" });
@@ -199,7 +199,7 @@ export class KvPanel {
     keyed(
       $("kv-maps"), sights, (sight) => sight.replica,
       (sight) => {
-        const map = new Map_(sight.replica, this.open);
+        const map = new BlockMap(sight.replica, this.open);
         this.maps.set(sight.replica, map);
         return map.element;
       },
@@ -265,7 +265,9 @@ export class KvPanel {
         return line;
       },
       (line, one) => {
-        const chosen = [...this.maps.values()].some((map) => map.chosen >= 0 && map.owner[map.chosen * map.per] === one.number);
+        const chosen = [...this.maps.values()].some(
+          (map) => map.replica === one.replica && map.chosen >= 0 && map.owner[map.chosen * map.per] === one.number,
+        );
         classed(line, chosen ? "chosen" : "");
         say(line.cells[1], stateWords(one.state).split(":")[0]);
         say(line.cells[2], count(one.computed_tokens));

@@ -242,7 +242,7 @@ async def test_what_is_open_for_long_stays_small(tab: Tab, monkeypatch: pytest.M
             await show(tab, gateway.url)
             await tab.until("document.querySelectorAll('#requests-table tbody tr').length >= 40", "the list is full")
             samples = []
-            for number in (100, 180, 260):
+            for number in (90, 150, 210):
                 await tab.until(f"document.documentElement.dataset.event > {number}")
                 samples.append({"heap": await tab.heap_bytes(), **await tab.counters()})
     first, last = samples[0], samples[-1]

@@ -194,6 +194,13 @@ def test_requests_that_found_no_engine_are_a_finding_of_their_own() -> None:
     assert [one.cause for one in examine(evidence).findings] == ["cold_start"]
 
 
+def test_what_lay_unread_is_in_no_book_and_said_all_the_same() -> None:
+    evidence = healthy()
+    evidence.requests.append(request(100, QUIET, unread_ns=400 * MS))
+    assert [one.cause for one in examine(evidence).findings] == ["event_loop"]
+    assert "lain unread for 400.0 ms" in why(evidence.requests[-1], evidence).summary
+
+
 def test_two_ranks_that_are_late_in_turns_are_no_straggler() -> None:
     assert "straggler" not in [one.cause for one in examine(exchanging(10, 1, (5, 6))).findings]
 

@@ -125,8 +125,20 @@ class Scene:
             more["json"] = {name: _put(value, canary) for name, value in more["json"].items()}
         query = {"api_key": self.keys[key], "prompt": canary}
         client = self.admin if path.startswith("/admin/") else self.client
+        if path == "/debug/live":
+            return self.look(canary, headers, query)
         answer = client.request(method, path, headers=headers, params=query, **more)
         self.note(canary, answer)
+        return answer
+
+    def look(self, canary: str, headers: dict[str, str], query: dict[str, str]) -> httpx.Response:
+        """The first event of a stream that does not end by itself."""
+        with self.client.stream("GET", "/debug/live", headers=headers, params=query) as answer:
+            if answer.status_code == 200:
+                self.answers.append((canary, f"{answer.headers} {next(answer.iter_lines())}"))
+            else:
+                answer.read()
+                self.note(canary, answer)
         return answer
 
     def note(self, canary: str, answer: httpx.Response) -> None:

@@ -56,7 +56,7 @@ def with_sight(events: Iterator[Event]) -> Event:
 @pytest.fixture
 def watched(model_dir: Path, vocab_size: int, socket_path: str) -> Iterator[tuple[LiveGateway, ShellEngine]]:
     """A gateway before an engine with real books, of this test alone."""
-    engine = ShellEngine(socket_path, vocab_size=vocab_size, step_delay_s=0.002)
+    engine = ShellEngine(socket_path, vocab_size=vocab_size, step_delay_s=0.006)
     engine.start()
     gateway = LiveGateway(options_for(model_dir, socket_path))
     gateway.start()
@@ -167,6 +167,8 @@ def test_a_tenant_sees_its_own(guard: Guard, model_dir: Path, vocab_size: int, s
             event = next(one for one in events if one["sights"] and len(one["sights"][0]["sequences"]) == 2)
         for thread in posting:
             thread.join(WAIT_S)
+        steps = gateway.client.get("/debug/steps", headers=bearer(keys["green"]))
+        assert steps.json()["steps"] and "of-" not in steps.text, "steps are of the engine, and name nobody"
     finally:
         gateway.stop()
         engine.stop()

@@ -230,7 +230,7 @@ _NOT_SUMMED = {
     "accepted_ns", "finished_ns", "first_token_ns", "gap_max_ns",  # times, of the gateway's own clock
     "prompt_tokens", "cached_tokens", "computed_tokens", "output_tokens",  # the bill, which other tests compare
     "resumes", "status", "choices", "replica", "reserved_tokens", "charged_tokens", "charged_micros",  # its own facts
-    "gc_pause_ns", "loop_lag_ns", "starved_ns", "repeated_tokens",
+    "gc_pause_ns", "loop_lag_ns", "starved_ns", "repeated_tokens", "unread_ns",
 }  # fmt: skip
 _OF_ONE = {"interconnect_wait_max_ns", "gap_step"}
 

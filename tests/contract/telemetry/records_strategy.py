@@ -29,7 +29,7 @@ kv_readings = st.builds(KvReading, *(st.floats(0, 1) for _ in range(3)))
 
 
 @st.composite
-def request_records(draw: st.DrawFn) -> RequestRecord:
+def request_records(draw: st.DrawFn) -> RequestRecord:  # long: a line for each field
     """One ended request, of any outcome."""
     states = draw(st.dictionaries(st.sampled_from(STATES), spans_ns, max_size=len(STATES)))
     accepted_ns = draw(st.integers(0, 2**60))
@@ -74,6 +74,7 @@ def request_records(draw: st.DrawFn) -> RequestRecord:
         kv_at_admission=draw(st.none() | kv_readings),
         kv_worst=draw(st.none() | kv_readings),
         kv_at_end=draw(st.none() | kv_readings),
+        unread_ns=draw(spans_ns),
         gc_pause_ns=draw(spans_ns),
         loop_lag_ns=draw(spans_ns),
         model=MODEL,

@@ -4,6 +4,7 @@ What the runtime does to everybody, and the sink in which measurements and recor
 
 import asyncio
 import gc
+import time
 
 import pytest
 from hypothesis import given
@@ -46,6 +47,20 @@ async def test_the_runtime_is_measured() -> None:
     count = len(notes.taken)
     gc.collect()
     assert len(notes.taken) == count, "nothing is measured after the end"
+
+
+async def test_what_the_loop_is_late_by_just_now_is_known() -> None:
+    running = Hub()
+    await running.start()
+    try:
+        await asyncio.sleep(0)  # The sampler begins.
+        before = running.disturbed()
+        time.sleep(2 * LAG_PERIOD_S)  # What holds the loop up.
+        held_up = running.disturbed()
+        assert before.late_ns == 0 and held_up.late_ns >= 0.9e9 * LAG_PERIOD_S
+        assert held_up.loop_lag_ns - before.loop_lag_ns == held_up.late_ns
+    finally:
+        await running.stop()
 
 
 async def test_a_late_event_loop_shows_up_in_the_metrics() -> None:
