@@ -66,15 +66,13 @@ def _prefix_lost(evidence: Evidence) -> str:
 
 
 def _dequantize(evidence: Evidence) -> str:
-    facts = evidence.facts
-    why = f" ({facts.why_torch})" if facts.why_torch else ""
-    return f"--quantization int8, which native kernels multiply as it is{why}"
+    return f"--quantization int8 on native kernels, which multiply it as it is; now: {evidence.facts.why_torch}"
 
 
 def _late_rank(evidence: Evidence) -> str:
     late = evidence.totals.late_ranks
-    rank = max(late, key=late.__getitem__, default="?")
-    return f"give rank {rank} processors of its own: the others waited for it"
+    replica, _, rank = max(late, key=late.__getitem__, default="?:?").partition(":")
+    return f"give rank {rank} of replica {replica} processors of its own: the others waited for it"
 
 
 def _memory(_: Evidence) -> str:

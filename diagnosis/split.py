@@ -9,7 +9,7 @@ a late event loop, threads without a processor) is taken out of the states of it
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from telemetry.evidence import Evidence
+from telemetry.evidence import Evidence, Facts
 from telemetry.records import RequestRecord, StepRecord
 from telemetry.totals import StepTotals
 
@@ -72,7 +72,7 @@ def shares_over(evidence: Evidence, steps: Iterable[StepRecord] | None = None) -
         "straggler": _late_ns(totals, judged),
         "interconnect": _wire_ns(totals, judged),
         "speculation": totals.draft_rejected_ns + _wrong(totals) * totals.parts.get("draft", 0),
-        "dequantize": FLOAT_WASTE * totals.parts.get("compute", 0) if facts.why_torch else 0.0,
+        "dequantize": FLOAT_WASTE * totals.parts.get("compute", 0) if _made_floats(facts) else 0.0,
     }
     shares: dict[str, float] = {}
     left = 1.0
@@ -92,12 +92,19 @@ def _full(totals: StepTotals, evidence: Evidence) -> bool:
     return often and min(whole.tokens_max, totals.tokens_max) >= as_large > 0
 
 
+def _made_floats(facts: Facts) -> bool:
+    """Whether weights are held in few bits and multiplied as floats; who asks for floats has what was asked for."""
+    return bool(facts.why_torch) and facts.weights not in ("", "float")
+
+
 def _late_ns(totals: StepTotals, judged: StepTotals) -> float:
     """What one rank kept the others waiting; ranks that are late in turns only disturb each other."""
     late = judged.late_ranks
-    if not late or 2 * max(late.values()) - sum(late.values()) < ONE_RANK * sum(late.values()):
+    latest = max(late, key=late.__getitem__, default="")
+    beside = sum(ns for name, ns in late.items() if name.partition(":")[0] == latest.partition(":")[0])
+    if not late or 2 * late[latest] - beside < ONE_RANK * beside:
         return 0.0
-    return float(totals.late_ranks.get(max(late, key=late.__getitem__), 0))
+    return float(totals.late_ranks.get(latest, 0))
 
 
 def _wire_ns(totals: StepTotals, judged: StepTotals) -> float:
@@ -195,6 +202,7 @@ def _computed(
 
 
 def _prefix(evidence: Evidence) -> str:
-    if evidence.facts.prefix_cache is False:
+    on = evidence.facts.prefix_cache
+    if on is False or (on is None and not evidence.totals.evictions and not evidence.starts):
         return "prefix_off"
     return "cold_start" if evidence.starts and not evidence.totals.evictions else "prefix_lost"

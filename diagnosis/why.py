@@ -13,6 +13,8 @@ from telemetry.evidence import Evidence
 from telemetry.records import RequestRecord, StepRecord, request_of
 
 OTHERS_MAX = 8
+BASELINE_MAX = 500
+"""As many of the newest requests say what is usual."""
 BASELINE_MIN = 5
 """Requests that there have to be before anybody speaks of what is usual."""
 WORTH = 0.02
@@ -59,6 +61,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True, rename={"absent": "not"}):
     outcome: str | None
     e2e_ns: int
     summary: str
+    blamed: str | None  # of the causes, the fault that the summary names; None: it was its own work
     causes: tuple[Finding, ...]
     others: tuple[Other, ...]
     steps_known: int  # of the steps that it was in, those that are still remembered
@@ -90,13 +93,16 @@ def why(record: RequestRecord, evidence: Evidence) -> Why:
         outcome=record.outcome or None,
         e2e_ns=e2e_ns,
         summary=_summary(record, e2e_ns, findings),
+        blamed=next((one.cause for one in findings if not BY_NAME[one.cause].ordinary and _is_blamed(one)), None),
         causes=findings,
         others=_others(record, steps, evidence),
         steps_known=len(steps),
         absent=tuple(
             Absent(cause.name, cause.absent)
             for cause in CAUSES
-            if cause.absent and found.get(cause.name, 0) < WORTH * e2e_ns
+            if cause.absent
+            and found.get(cause.name, 0) < WORTH * e2e_ns
+            and (evidence.totals.steps or not cause.estimated)  # Without steps nobody can tell.
         ),
     )
 
@@ -117,6 +123,7 @@ def steps_of(record: RequestRecord, evidence: Evidence) -> Iterator[StepRecord]:
 def _baseline(record: RequestRecord, evidence: Evidence) -> Split | None:
     """What other requests of its route spend on each cause, the median of each."""
     others = [one for one in evidence.requests if one.route == record.route and one.request_id != record.request_id]
+    others = others[:BASELINE_MAX]
     if len(others) < BASELINE_MIN:
         return None
     shares = shares_over(evidence)
@@ -128,6 +135,7 @@ def _others(record: RequestRecord, steps: Sequence[StepRecord], evidence: Eviden
     """Who was in its steps, by their share of them, and who was served while it stalled."""
     spent: dict[str, int] = dict(record.stalled_for)
     spent.pop("", None)
+    spent.pop(record.request_id, None)  # Another choice of its own.
     names = _names(evidence)
     for step in steps:
         rows = sum(count for _, count in step.slices)

@@ -166,6 +166,8 @@ class Scheduler:
         news: Delta | None = None,
         stop_id: int | None = None,
     ) -> None:
+        if sequence.status is Status.RUNNING:
+            sequence.met(self.pool.book())
         self._let_go(sequence, now_ns)
         sequence.status = Status.FINISHED
         del self._by_id[sequence.request.request_id]
@@ -264,6 +266,7 @@ class Scheduler:
         hit = admission.cached_blocks(sequence, self.pool, self.config)
         if not admission.fits(sequence, hit, self.running, self.pool, self.config):
             return False
+        found = self.pool.book()
         self.pool.hold(hit)
         cached = len(hit) * self.config.block_slots
         count = min(len(sequence.tokens) - cached, budget)
@@ -273,7 +276,7 @@ class Scheduler:
             return False
         self.waiting.admit(sequence, len(sequence.tokens) - cached)
         sequence.charge(now_ns)
-        sequence.met(self.pool.book())
+        sequence.met(found)
         sequence.blocks = [*hit, *taken]
         self._cached += sequence.admit(cached)
         insort(self.running, sequence, key=lambda one: one.order)

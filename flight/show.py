@@ -82,7 +82,8 @@ def _records(path: Path, segments: list[Segment]) -> Iterator[str]:
     for record in records:
         at = when(segments[-1], _ended_ns(record))
         if isinstance(record, StepRecord):
-            yield _line({"record": "step", "at": at, **step_json(record)})
+            requests: JsonObject = {str(number): name for number, name in record.requests.items()}
+            yield _line({"record": "step", "at": at, **step_json(record), "requests": requests})
         else:
             yield _line({"record": "request", "at": at, **request_json(record, record.finished_ns)})
 

@@ -31,6 +31,7 @@ from gateway.config import GatewayOptions
 from gateway.refusals import figures_headers, refused
 from telemetry import clock
 from telemetry.records import RequestRecord
+from telemetry.views import JsonObject
 from telemetry.vocabulary import LimitsView
 
 COUNTED_MS = 100
@@ -94,6 +95,14 @@ class Ticket:
     def sees(self, tenant: str) -> bool:
         """Whether requests of `tenant` may be shown to it."""
         return self.sees_all or tenant == self.tenant
+
+    def shown(self, request: JsonObject) -> JsonObject:
+        """A request as it may be shown to it: of others that were served instead there is the time, and no name."""
+        served = request.get("stalled_for")
+        if self.sees_all or not isinstance(served, dict) or not served:
+            return request
+        whole = sum(spent_ns for spent_ns in served.values() if isinstance(spent_ns, int))
+        return request | {"stalled_for": {"": whole}}
 
     def hold(self, admission: "Admission", reservation: Reservation, prompt_tokens: int) -> None:
         """It may run; from now on something is to be settled."""

@@ -34,6 +34,8 @@ from telemetry.vocabulary import OTHER, ROUTES
 _log = structlog.get_logger("pellucid.gateway")
 
 _SCOPE_KEY = "pellucid.exchange"
+_KNOWN_LATER = ("status", "repeated_tokens", "reserved_tokens", "charged_tokens", "charged_micros")
+"""Of a record, what an answer cannot say of itself: it is so only once the answer is sent."""
 _LINGER_S = 2.0  # how long the rest of a refused body is read, so that its sender gets to read our answer
 
 
@@ -267,7 +269,8 @@ class Exchange:
     def metrics(self) -> dict[str, object]:
         """The record as it would be if the request ended now."""
         self.settle()
-        return {**request_json(self._record(clock.now_ns()), 0)}
+        found = self.ticket.shown(request_json(self._record(clock.now_ns()), 0))
+        return {name: value for name, value in found.items() if name not in _KNOWN_LATER}
 
     def _output_tokens(self) -> int:
         if self.bill is not None:
@@ -281,7 +284,9 @@ class Exchange:
         calls = self.flight.calls
         disturbed = self._hub.disturbed()
         records = [call.record for call in calls if call.record is not None]
-        last = max(records, key=lambda record: record.finished_ns, default=None)
+        told = told_last(calls)
+        last = told.record if told is not None else None
+        states = self.book.close(closed_ns, told)
         gap_ns, gap_states, gap_step = longest_gap(calls)
         bill, relayed = self.bill, self.relayed
         first_ns, first_states = first_token(calls, self.book)
@@ -293,7 +298,7 @@ class Exchange:
             outcome="client_gone" if self.gone else self.outcome or _outcome_of(self.status),
             accepted_ns=self.book.opened_ns,
             finished_ns=closed_ns,
-            states=self.book.close(closed_ns, told_last(calls)),
+            states=states,
             prompt_tokens=bill.prompt if bill else _sum(records, "prompt_tokens") or self.live.prompt_tokens,
             cached_tokens=bill.cached if bill else _sum(records, "cached_tokens"),
             computed_tokens=_sum(records, "computed_tokens"),
@@ -310,7 +315,7 @@ class Exchange:
             interconnect_transfer_ns=_sum(records, "interconnect_transfer_ns"),
             interconnect_wait_max_ns=max((record.interconnect_wait_max_ns for record in records), default=0),
             engine_ns=_sum(records, "engine_ns"),
-            stalled_for=_by_request(last.stalled_for) if last else {},
+            stalled_for=_stalled_for(states, last),
             kv_at_admission=last.kv_at_admission if last else None,
             kv_worst=last.kv_worst if last else None,
             kv_at_end=last.kv_at_end if last else None,
@@ -369,9 +374,14 @@ def exchange_of(scope: Scope) -> Exchange:
     return exchange
 
 
-def _by_request(spent: dict[str, int]) -> dict[str, int]:
-    """By the names that people know, and not by those of an engine for its sequences."""
+def _stalled_for(states: dict[str, int], told: RequestRecord | None) -> dict[str, int]:
+    """
+    Who was served while it stalled, by the names that people know, and not by those of an engine for its sequences.
+
+    Of an engine's book that could not be joined with ours nothing is taken.
+    """
     found: dict[str, int] = {}
+    spent = told.stalled_for if told is not None and "stalled" in states else {}
     for name, spent_ns in spent.items():
         found[request_of(name)] = found.get(request_of(name), 0) + spent_ns
     return found

@@ -9,14 +9,13 @@ import msgspec
 
 from diagnosis.doctor import Report, examine
 from diagnosis.why import Other, Why, why
-from engine.api import Hello
 from gateway import errors
 from gateway.admission import Ticket
-from gateway.backend import Backend
 from gateway.errors import ApiError
 from gateway.siblings import Siblings
 from telemetry import clock
-from telemetry.evidence import Evidence, Facts, facts_of
+from telemetry.evidence import Evidence
+from telemetry.records import RequestRecord
 from telemetry.views import Json
 
 WHY_WINDOW_S = 600.0
@@ -25,21 +24,21 @@ SECONDS_MAX = 3600
 """What is remembered reaches no further."""
 SECONDS: dict[str, Json] = {"type": "number", "minimum": 1, "maximum": SECONDS_MAX}
 """For the document."""
-SOMEBODY = "another tenant's"
-"""The name of a request that is not for these eyes."""
+SOMEBODY = "other requests"
+"""Those that are not for these eyes, or still run."""
 
 
 class Explain:
     """Answers about requests, and about a stretch of time."""
 
-    def __init__(self, siblings: Siblings, backend: Backend) -> None:
+    def __init__(self, siblings: Siblings) -> None:
         self._siblings = siblings
-        self._backend = backend
 
     async def request(self, request_id: str, ticket: Ticket) -> Why:
         """Why this one took so long.  Raises ApiError: it is unknown, or not for these eyes."""
-        record = await self._siblings.record(request_id)
-        if record is None or not ticket.sees(record.tenant):
+        records = await self._siblings.records(request_id)
+        record = max((one for one in records if ticket.sees(one.tenant)), key=_accepted_ns, default=None)
+        if record is None:
             raise ApiError(404, "not_found", "No such request is remembered.", outcome="not_found")
         evidence = await self._evidence(WHY_WINDOW_S)
         seen = {one.request_id for one in evidence.requests if ticket.sees(one.tenant)}
@@ -55,9 +54,7 @@ class Explain:
         return msgspec.structs.replace(report, tails=tails)
 
     async def _evidence(self, seconds: float) -> Evidence:
-        found = await self._siblings.evidence(clock.now_ns() - int(seconds * 1e9))
-        found.facts = _facts(self._backend.hellos())
-        return found
+        return await self._siblings.evidence(clock.now_ns() - int(seconds * 1e9))
 
 
 def _seconds(text: str) -> float:
@@ -68,13 +65,6 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _facts(hellos: Sequence[Hello]) -> Facts:
-    if not hellos:
-        return Facts()
-    slots = sum(hello.blocks_max * hello.block_slots for hello in hellos)
-    return facts_of(hellos[0].details, replicas=len(hellos), weights=hellos[0].weights.label, kv_slots=slots)
-
-
 def _masked(others: Sequence[Other], seen: set[str], *, everything: bool) -> tuple[Other, ...]:
     """With the names of others' requests taken out, where they are none of the reader's business."""
     if everything:
@@ -82,3 +72,7 @@ def _masked(others: Sequence[Other], seen: set[str], *, everything: bool) -> tup
     shown = [one for one in others if one.request_id in seen]
     hidden_ns = sum(one.ns for one in others if one.request_id not in seen)
     return tuple([*shown, Other(SOMEBODY, hidden_ns)] if hidden_ns else shown)
+
+
+def _accepted_ns(record: RequestRecord) -> int:
+    return record.accepted_ns

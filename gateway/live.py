@@ -73,7 +73,7 @@ class Snapshot:
 
     def _seen(self, ticket: Ticket, *, whole: bool) -> JsonObject:
         requests: list[Json] = [
-            one
+            ticket.shown(one)
             for one in self._requests
             if ticket.sees(str(one["tenant"])) and (whole or one["request_id"] not in self._ended_before)
         ]

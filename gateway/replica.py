@@ -34,6 +34,7 @@ from gateway.config import GatewayOptions
 from gateway.connection import CONNECT_TIMEOUT_S, CannotConnect, connection
 from gateway.errors import ApiError
 from telemetry import clock
+from telemetry.evidence import Facts, facts_of
 from telemetry.records import StepRecord
 
 BACKOFF_MIN_S = 0.05
@@ -54,7 +55,7 @@ class Watcher(Protocol):
     def step(self, record: StepRecord) -> None:
         """A replica has made a step."""
 
-    def engine_up(self, replica: int, *, epoch: str, block_slots: int) -> None:
+    def engine_up(self, replica: int, *, epoch: str, block_slots: int, facts: Facts) -> None:
         """A replica is there."""
 
     def engine_down(self, replica: int) -> None:
@@ -111,6 +112,7 @@ class Replica:
         self.hello: Hello | None = None  # None: not connected
         self.load: Load | None = None  # as it last said; None: it has not
         self.calls: dict[str, Call] = {}
+        self._looked_ns = 0  # what its last sight has cost it; remembered also while nobody looks
         self.sight: Sight | None = None  # what it last showed us; None: we do not look, or it has not yet
         self.seen_ns = 0  # when that came
         self._watcher = watcher
@@ -187,7 +189,7 @@ class Replica:
 
     def look(self, now_ns: int) -> None:
         """Ask what is before it, unless that would cost it too much.  `sight` has the answer, when there is one."""
-        spent_ns = self.sight.spent_ns if self.sight is not None else 0
+        spent_ns = self._looked_ns
         if self._writer is not None and now_ns >= self.seen_ns + LOOK_COST_MAX * spent_ns and not self._buffered():
             self._writer.write(encode(Look()))
 
@@ -246,7 +248,7 @@ class Replica:
                     elif isinstance(frame, Pong):
                         self._heard(clock.now_ns())
                     elif isinstance(frame, Sight):
-                        self.sight, self.seen_ns = frame, clock.now_ns()
+                        self.sight, self.seen_ns, self._looked_ns = frame, clock.now_ns(), frame.spent_ns
                         self._heard(self.seen_ns)
                     else:
                         self._take(frame)
@@ -257,7 +259,9 @@ class Replica:
         self._backoff_s = BACKOFF_MIN_S
         if hello.epoch != self._epoch:
             self._epoch, self._patience = hello.epoch, self._new_patience()
-        self._watcher.engine_up(self.number, epoch=hello.epoch, block_slots=hello.block_slots)
+        slots = hello.blocks_max * hello.block_slots
+        facts = facts_of(hello.details, weights=hello.weights.label, kv_slots=slots)
+        self._watcher.engine_up(self.number, epoch=hello.epoch, block_slots=hello.block_slots, facts=facts)
         _log.info("engine connected", replica=self.number, model=hello.model, fingerprint=hello.fingerprint)
 
     def _heard(self, now_ns: int) -> None:

@@ -72,7 +72,7 @@ class Gateway:
         self.live = Live(hub, backend, siblings, options.model_name)
         self.models = Models(options, backend, upstreams.pools)
         self._repeats = Repeats()
-        self.explain = Explain(siblings, backend)
+        self.explain = Explain(siblings)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -383,14 +383,14 @@ class Gateway:
     async def debug_requests(self, ticket: Ticket) -> dict[str, Json]:
         """The newest requests of all workers, as far as they are for these eyes."""
         requests, silent = await self.siblings.requests()
-        return {"requests": [one for one in requests if ticket.sees(str(one["tenant"]))], **silent}
+        return {"requests": [ticket.shown(one) for one in requests if ticket.sees(str(one["tenant"]))], **silent}
 
     async def debug_request(self, request_id: str, ticket: Ticket) -> dict[str, Json]:
         """The newest request of that name, whichever worker had it.  Raises ApiError: none for these eyes."""
         found, silent = await self.siblings.find(request_id)
         for one in found:
             if ticket.sees(str(one["tenant"])):
-                return one
+                return ticket.shown(one)
         missing = f" Workers that do not answer: {silent['workers_silent']}." if silent else ""
         raise ApiError(404, "not_found", f"No such request is remembered.{missing}", outcome="not_found")
 

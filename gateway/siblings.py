@@ -135,14 +135,13 @@ class Siblings:
         found.requests.sort(key=lambda record: record.finished_ns, reverse=True)
         return found
 
-    async def record(self, request_id: str) -> RequestRecord | None:
-        """The newest request of that name; one in flight as if it ended now."""
+    async def records(self, request_id: str) -> list[RequestRecord]:
+        """The requests of that name: each worker may know one.  One in flight is as if it ended now."""
         if len(request_id) > ID_CHARS_MAX:
-            return None
+            return []
         answers, _ = await self._ask(_Record(request_id), list[RequestRecord])
         own = self._hub.record(request_id)
-        found = [record for answer in answers for record in answer] + ([] if own is None else [own])
-        return max(found, key=lambda record: record.accepted_ns, default=None)
+        return [record for answer in answers for record in answer] + ([] if own is None else [own])
 
     async def _collect(self, question: _Newest | _Find) -> tuple[list[JsonObject], JsonObject]:
         answers, silent = await self._ask(question, list[dict[str, Any]])

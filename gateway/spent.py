@@ -55,4 +55,4 @@ def _gap_max_ns(call: Call) -> int:
 
 
 def _finished_ns(call: Call) -> int:
-    return call.record.finished_ns if call.record else call.finished_ns
+    return call.finished_ns

@@ -95,6 +95,8 @@ def read(body: bytes, kind: Kind, options: GatewayOptions) -> Asked:
     if not isinstance(raw, dict):
         raise errors.invalid("The request body must be a JSON object.")
     stream = _flag(raw, "stream")
+    if _flag(raw, "include_metrics"):
+        raise errors.unsupported("include_metrics", "an upstream does not tell what it did")
     wishes = raw.get("stream_options")
     if stream and not isinstance(wishes, dict | None):
         raise errors.invalid("'stream_options' must be an object.", "stream_options")

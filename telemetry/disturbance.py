@@ -163,6 +163,10 @@ class Disturbed(NamedTuple):
     memory: MemoryReading | None = None
 
 
+DELAY_PERIOD_NS = 50_000_000
+"""How often threads are asked how long they had no processor: each of them is a system call."""
+
+
 class Disturbances:
     """All of it, of this process; memory is read by a thread of its own, since the kernel may take long."""
 
@@ -170,6 +174,7 @@ class Disturbances:
         self._gc = GcPauses()
         self._delay = RunDelay()
         self._gc_taken_ns = 0
+        self._asked_ns = 0
         self._memory: MemoryReading | None = None
         self._stopping = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="memory", daemon=True)
@@ -193,6 +198,10 @@ class Disturbances:
         if memory is not None:
             self._delay.look_for_threads()
         gc_ns, self._gc_taken_ns = self._gc.total_ns - self._gc_taken_ns, self._gc.total_ns
+        now_ns = clock.now_ns()
+        if now_ns - self._asked_ns < DELAY_PERIOD_NS:
+            return Disturbed(gc_ns, 0, memory)
+        self._asked_ns = now_ns
         return Disturbed(gc_ns, self._delay.take_ns(), memory)
 
     def _watch(self) -> None:

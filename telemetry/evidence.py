@@ -2,7 +2,7 @@
 What there is to judge a stretch of time by: its requests, sums over its steps, and what is known of the system.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -22,6 +22,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     why_torch: str = ""  # why there are no native kernels
 
 
+UNKNOWN = Facts()
 Memory = dict[str, list[tuple[int, int]]]
 """By process: when, in ns, and how many bytes were resident."""
 Spot = tuple[int, int]
@@ -40,10 +41,9 @@ class Evidence(msgspec.Struct, kw_only=True):
     facts: Facts = Facts()
 
 
-def facts_of(details: Mapping[str, str], *, replicas: int = 1, weights: str = "", kv_slots: int | None = None) -> Facts:
+def facts_of(details: Mapping[str, str], *, weights: str = "", kv_slots: int | None = None) -> Facts:
     """From what an engine says of itself, as `/health` shows it."""
     return Facts(
-        replicas=replicas,
         sequences_max=_number(details.get("sequences_max", ""), 0) or None,
         tokens_step_max=_number(details.get("tokens_step_max", ""), 0) or None,
         prefix_cache={"on": True, "off": False}.get(details.get("prefix_cache", "")),
@@ -51,6 +51,15 @@ def facts_of(details: Mapping[str, str], *, replicas: int = 1, weights: str = ""
         weights=weights,
         why_torch=details.get("no_native_kernels", ""),
     )
+
+
+def facts_together(several: Iterable[Facts]) -> Facts:
+    """Of all replicas, which are set up alike."""
+    found = list(several)
+    if not found:
+        return Facts()
+    slots = sum(one.kv_slots or 0 for one in found)
+    return msgspec.structs.replace(found[0], replicas=len(found), kv_slots=slots or None)
 
 
 def _number(text: str, default: int) -> int:

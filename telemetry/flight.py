@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from telemetry import clock
+from telemetry.evidence import UNKNOWN, Facts
 from telemetry.records import RequestRecord, StepRecord
 from telemetry.ring import RING_BYTES_MIN, Header, Ring, RingError, Segment, head_of, is_free, read_ring, shrink
 
@@ -27,7 +28,7 @@ __all__ = ["RING_BYTES_MIN", "RingError"]
 LIVES_MAX = 8
 """Recordings that are kept for each process, the present one included."""
 RECORDS, JOURNAL = "records", "journal"
-_STEP, _REQUEST = b"s", b"r"
+_STEP, _REQUEST, _FACTS = b"s", b"r", b"f"
 _STAMP = "%Y%m%dT%H%M%S%f"
 
 _logger = logging.getLogger("pellucid.telemetry")
@@ -112,6 +113,7 @@ class Records:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._encoder = msgspec.msgpack.Encoder()
+        self._facts = UNKNOWN
 
     @property
     def lost(self) -> int:
@@ -126,14 +128,20 @@ class Records:
         """A request has ended."""
         self._put(_REQUEST, record)
 
+    def facts(self, facts: Facts) -> None:
+        """The system is set up so, from now on; each segment begins with it."""
+        self._facts = facts
+        self._put(_FACTS, facts)
+
     def close(self) -> None:
         """There is nothing more to come."""
         self._ring.close()
 
-    def _put(self, kind: bytes, record: StepRecord | RequestRecord) -> None:
+    def _put(self, kind: bytes, record: StepRecord | RequestRecord | Facts) -> None:
         now_ns = clock.now_ns()
         if self._ring.full or self._ring.old(now_ns):
             self._ring.turn(now_ns)
+            self._ring.put(_FACTS + self._encoder.encode(self._facts))
         self._ring.put(kind + self._encoder.encode(record))
 
 
@@ -153,6 +161,15 @@ def read_records(directory: Path) -> Iterator[StepRecord | RequestRecord]:
     yield from records_of(read_ring(directory))
 
 
+def read_facts(directory: Path) -> Facts:
+    """How the system of a recording was set up at last.  Raises RingError."""
+    frames = [frame for segment in read_ring(directory) for frame in segment.frames if frame[:1] == _FACTS]
+    try:
+        return msgspec.msgpack.decode(frames[-1][1:], type=Facts) if frames else UNKNOWN
+    except msgspec.MsgspecError as error:
+        raise RingError(f"a record is none of this version: {error}") from error
+
+
 def records_of(segments: list[Segment]) -> Iterator[StepRecord | RequestRecord]:
     """Those of segments that have been read.  Raises RingError: they are of another kind."""
     kind = segments[0].header.kind
@@ -160,6 +177,8 @@ def records_of(segments: list[Segment]) -> Iterator[StepRecord | RequestRecord]:
         raise RingError(f"this is a {kind}, and not a recording of records")
     for segment in segments:
         for frame in segment.frames:
+            if frame[:1] == _FACTS:
+                continue
             try:
                 yield msgspec.msgpack.decode(frame[1:], type=StepRecord if frame[:1] == _STEP else RequestRecord)
             except msgspec.MsgspecError as error:

@@ -21,7 +21,7 @@ from telemetry.books import request_mismatches, step_mismatches
 from telemetry.complaints import Complaints
 from telemetry.deliver import SpanExport
 from telemetry.disturbance import host_pressure_ns
-from telemetry.evidence import Evidence
+from telemetry.evidence import UNKNOWN, Evidence, Facts, facts_together
 from telemetry.export import exports
 from telemetry.flight import Records
 from telemetry.live import LiveRequest, TraceContext, accept_trace
@@ -113,6 +113,7 @@ class Hub:
         self._version = version
         self._first = first
         self._flight = flight
+        self._facts: dict[int, Facts] = {}  # by replica
         self._sink: Sink[_Item] = Sink(items_max=RECORDS_MAX)
         self._recent = Recent(requests_max=REQUESTS_MAX, steps_max=STEPS_MAX, live_max=LIVE_MAX)
         self._metrics = Metrics(models=self._models)
@@ -158,8 +159,11 @@ class Hub:
         if len(self._sink) < RECORDS_MAX // 2:  # Under pressure records go first: measurements repeat themselves.
             self._sink.put(_Observation(metric, labels, amount))
 
-    def engine_up(self, replica: int, *, epoch: str, block_slots: int = BLOCK_SLOTS) -> None:
-        """The gateway is connected to this replica, which calls this life of itself `epoch`."""
+    def engine_up(self, replica: int, *, epoch: str, block_slots: int = BLOCK_SLOTS, facts: Facts = UNKNOWN) -> None:
+        """The gateway is connected to this replica, which calls this life of itself `epoch`, and is set up so."""
+        self._facts[replica] = facts
+        if self._flight is not None:
+            self._flight.facts(facts_together(self._facts.values()))
         self._recent.connected(replica, epoch=epoch, block_slots=block_slots, now_ns=clock.now_ns())
 
     def engine_down(self, replica: int) -> None:
@@ -229,9 +233,11 @@ class Hub:
         return served(self._recent.ended(), clock.now_ns())
 
     def evidence(self, since_ns: int) -> Evidence:
-        """All that has happened since then, as far as it is remembered; what is known of the system is not in it."""
+        """All that has happened since then, as far as it is remembered."""
         self._pump_all()
-        return self._recent.evidence(since_ns, clock.now_ns())
+        found = self._recent.evidence(since_ns, clock.now_ns())
+        found.facts = facts_together(self._facts.values())
+        return found
 
     def record(self, request_id: str) -> RequestRecord | None:
         """One request; one in flight as if it ended now.  None for one that is unknown, or forgotten."""

@@ -135,6 +135,8 @@ class Recent:
         replica = self._replica(number)
         if replica.epoch != epoch:
             self._starts_ns.append(now_ns)
+            # Steps and sequences of a new life are counted from the beginning: they must not be taken for those before.
+            self._steps = deque((one for one in self._steps if one.replica != number), maxlen=self._steps.maxlen)
         if replica.epoch not in ("", epoch):
             replica.restarts += 1
             replica.last_step = None

@@ -12,7 +12,7 @@ from telemetry import names
 def resource(version: str, environ: Mapping[str, str]) -> dict[str, str]:
     """The attributes.  OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win: the operator knows better."""
     own = {
-        names.SERVICE_NAME: "pellucid",
+        names.SERVICE_NAME: names.SERVICE,
         names.SERVICE_VERSION: version or "unknown",
         names.SERVICE_INSTANCE_ID: str(uuid.uuid4()),
     }

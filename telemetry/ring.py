@@ -165,6 +165,8 @@ def shrink(directory: Path) -> bool:
     with _held(directory) as free:
         for path in map(directory.joinpath, FILES) if free else ():
             header = _header(_bytes_of(path, HEAD_BYTES_MAX))
+            if header is None and _bytes_of(path, len(MAGIC)) == MAGIC:
+                continue  # Of another version, whose reader may be wanted yet.
             if header is None or path.stat().st_size >= header.bytes:
                 segment = _segment(_bytes_of(path))
                 with suppress(FileNotFoundError):

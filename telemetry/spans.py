@@ -261,6 +261,9 @@ def _gen_ai_attributes(record: RequestRecord, live: LiveRequest | None, operatio
         names.TOKEN_GAP_MAX_SECONDS: record.gap_max_ns / NS_PER_S,
         names.GC_PAUSE_NS: record.gc_pause_ns,
         names.LOOP_LAG_NS: record.loop_lag_ns,
+        names.STARVED_NS: record.starved_ns,
+        names.UNREAD_NS: record.unread_ns,
+        names.REPEATED_TOKENS: record.repeated_tokens,
     }
     if record.routing:
         attributes |= {names.REPLICA: record.replica, names.ROUTING: record.routing}

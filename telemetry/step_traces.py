@@ -16,7 +16,7 @@ from heapq import heappush, heapreplace
 from itertools import count
 
 from telemetry.live import LiveRequest
-from telemetry.records import StepRecord
+from telemetry.records import StepRecord, request_of
 from telemetry.rolling import Rolling
 from telemetry.spans import NO_STEPS, Link, SlowestSteps, SpanData
 from telemetry.step_spans import busy_ns, step_name, step_spans
@@ -115,7 +115,7 @@ class StepTraces:
     def _members(self, record: StepRecord) -> list[tuple[_Request, int]]:
         """Our requests that it served, with the rows of each of their sequences."""
         for number, name in record.requests.items():
-            request = self._requests.get(name.rpartition("#")[0])  # as gateway.planning makes names
+            request = self._requests.get(request_of(name))
             if request is not None:
                 self._sequences[record.replica, number] = request
                 request.sequences.append((record.replica, number))

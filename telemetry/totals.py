@@ -38,7 +38,7 @@ class StepTotals(msgspec.Struct):
     draft_rejected_ns: int = 0
     gc_pause_ns: int = 0
     starved_ns: int = 0
-    late_ranks: dict[str, int] = {}  # ns that the others waited, by the rank that they waited for
+    late_ranks: dict[str, int] = {}  # ns that the others waited, by REPLICA:RANK that they waited for
     kv_waits: int = 0  # steps in which somebody waited for KV
     kv_wait_utilization: float = 0.0  # over those
     kv_wait_fragmentation: float = 0.0
@@ -63,7 +63,7 @@ class StepTotals(msgspec.Struct):
         _join(self.compute_parts, step.compute_parts)
         book = step.interconnect
         if book.straggler >= 0 and book.wait_ns + sum(book.rank_wait_ns):
-            _join(self.late_ranks, {str(book.straggler): max(book.wait_ns, *book.rank_wait_ns)})
+            _join(self.late_ranks, {f"{step.replica}:{book.straggler}": max(book.wait_ns, *book.rank_wait_ns)})
         if step.waits.get("queue_kv_full", 0) + step.waits.get("preempted", 0):
             self.kv_waits += 1
             self.kv_wait_utilization += step.kv.utilization

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launch.errors import UserError
 from telemetry.evidence import Evidence
-from telemetry.flight import read_records
+from telemetry.flight import read_facts, read_records
 from telemetry.records import RequestRecord, StepRecord
 from telemetry.ring import RingError
 
@@ -28,9 +28,14 @@ def recorded(directory: Path, seconds: float | None) -> Evidence:
     last_ns = max([one.finished_ns for one in requests] + [one.ended_ns for one in steps])
     first_ns = min([one.finished_ns for one in requests] + [one.ended_ns for one in steps])
     since_ns = first_ns if seconds is None else last_ns - int(seconds * 1e9)
-    found = Evidence(window_ns=last_ns - since_ns)
+    found = Evidence(window_ns=last_ns - since_ns, facts=read_facts(directory))
     found.requests = [one for one in reversed(requests) if one.finished_ns >= since_ns]
+    newest: dict[int, int] = {}
     for step in steps:
+        if step.step_id <= newest.get(step.replica, -1):  # a new life: its steps and sequences are counted anew
+            found.steps = {spot: one for spot, one in found.steps.items() if spot[0] != step.replica}
+            found.starts += step.ended_ns >= since_ns
+        newest[step.replica] = step.step_id
         if step.ended_ns >= since_ns:
             found.steps[step.replica, step.step_id] = step
             found.totals.add(step)

@@ -72,6 +72,16 @@ def _totals(found: Evidence, sums: Sums) -> None:
     totals.evictions = int(whole("pellucid_engine_evictions_total"))
     totals.preemptions = int(whole("pellucid_engine_preemptions_total"))
     totals.draft_rejected_ns = int(whole("pellucid_engine_draft_rejected_seconds_total") * 1e9)
-    waits = {rank: value for (rank, _), value in sums.get("pellucid_engine_rank_wait_seconds_total", {}).items()}
-    # Who waited least was waited for.
-    totals.late_ranks = {rank: int((max(waits.values()) - value) * 1e9) for rank, value in waits.items()}
+    waits: dict[str, dict[str, float]] = {}
+    for (rank, replica), value in sums.get("pellucid_engine_rank_wait_seconds_total", {}).items():
+        waits.setdefault(replica, {})[rank] = value
+    for replica, ranks in waits.items():  # Who waited least was waited for.
+        for rank, value in ranks.items():
+            totals.late_ranks[f"{replica}:{rank}"] = int((max(ranks.values()) - value) * 1e9)
+    totals.drafted_tokens = int(whole("pellucid_engine_draft_tokens_total"))
+    verdicts = sums.get("pellucid_engine_draft_tokens_total", {})
+    totals.draft_rejected_tokens = int(sum(value for (_, verdict), value in verdicts.items() if verdict == "rejected"))
+    totals.tokens = int(whole("pellucid_engine_tokens_total"))
+    totals.prefill_tokens = int(
+        sum(value for (_, work), value in sums.get("pellucid_engine_tokens_total", {}).items() if work == "prefill")
+    )

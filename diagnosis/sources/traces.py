@@ -2,6 +2,7 @@
 Traces: a file as `--export-trace` writes it, or Jaeger.  The states of a request are the phases of its trace.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -94,7 +95,7 @@ def of_jaeger(url: str, name: str) -> list[RequestRecord]:
     else:
         now = datetime.now(UTC)
         query = {
-            "query.service_name": "pellucid",
+            "query.service_name": os.environ.get("OTEL_SERVICE_NAME", names.SERVICE),
             "query.attributes": msgspec.json.encode({names.REQUEST_ID: name}).decode(),
             "query.start_time_min": (now - timedelta(days=JAEGER_DAYS)).isoformat(),
             "query.start_time_max": (now + timedelta(days=1)).isoformat(),
@@ -144,6 +145,11 @@ def _record(root: _Span, children: dict[str, list[_Span]]) -> RequestRecord:
         cached_tokens=_number(known, names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS),
         computed_tokens=_number(known, names.COMPUTED_TOKENS),
         output_tokens=_number(known, names.GEN_AI_USAGE_OUTPUT_TOKENS),
+        repeated_tokens=_number(known, names.REPEATED_TOKENS),
+        unread_ns=_number(known, names.UNREAD_NS),
+        gc_pause_ns=_number(known, names.GC_PAUSE_NS),
+        loop_lag_ns=_number(known, names.LOOP_LAG_NS),
+        starved_ns=_number(known, names.STARVED_NS),
         status=_number(known, names.HTTP_RESPONSE_STATUS_CODE),
     )
 

@@ -9,7 +9,8 @@ Two appliances with the default model, which take turns:
           and a live page open
     off   no collector, no scrape, no flight recorder, nobody looks; records are made all the same: they are the product
 
-Collector, scraper and viewer are in a process of their own, which reads and throws away.  In each round both serve the
+Collector, scraper and viewer are in a process of their own, which reads and throws away; while the other is measured
+they are gone.  In each round both serve the
 same load, in an order that changes.  Printed is the throughput of each, and the ratio of both in the same round, of
 which the median decides.  Exit code 1: it is lower by more than --percent-max.
 """
@@ -23,7 +24,6 @@ import statistics
 import sys
 import tempfile
 import threading
-import time
 from contextlib import AsyncExitStack
 from http.server import ThreadingHTTPServer
 from multiprocessing.connection import Connection
@@ -41,31 +41,34 @@ OFF = ("--flight-memory", "0")
 
 
 def watch(line: Connection) -> None:
-    """The collector; and, told a URL, who scrapes and looks at it, until told another one or none."""
+    """The collector; and, told a URL, who scrapes and looks at it, until told that nobody does: an empty one."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         line.send(server.server_address[1])
-        watched = ""
+        watching: list[threading.Thread] = []
+        over = threading.Event()
         while (url := line.recv()) is not None:
-            if url and url != watched:
-                watched = url
-                for work in (_scrape, _look):
-                    threading.Thread(target=work, args=(url,), daemon=True).start()
+            over.set()
+            for thread in watching:
+                thread.join()
+            over = threading.Event()
+            works = (_scrape, _look) if url else ()
+            watching = [threading.Thread(target=work, args=(url, over), daemon=True) for work in works]
+            for thread in watching:
+                thread.start()
             line.send(True)
 
 
-def _scrape(url: str) -> None:
-    while True:
+def _scrape(url: str, over: threading.Event) -> None:
+    while not over.wait(SCRAPE_S):
         with urlopen(f"{url}/metrics", timeout=10) as answer:
             answer.read()
-        time.sleep(SCRAPE_S)
 
 
-def _look(url: str) -> None:
-    while True:
-        with urlopen(f"{url}/debug/live", timeout=60) as events:
-            while events.readline():
-                pass
+def _look(url: str, over: threading.Event) -> None:
+    with urlopen(f"{url}/debug/live", timeout=60) as events:
+        while not over.is_set() and events.readline():
+            pass
 
 
 async def compare(load: Load, rounds: int, seed: int) -> dict[str, list[float]]:
@@ -79,8 +82,6 @@ async def compare(load: Load, rounds: int, seed: int) -> dict[str, list[float]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         on = await _start(stack, folder / "on", "--otlp-endpoint", collector, "--otlp-metrics")
         off = await _start(stack, folder / "off", *OFF)
-        here.send(on.url)
-        here.recv()
         found: dict[str, list[float]] = {"on": [], "off": []}
         ways = [("on", on), ("off", off)]
         for _, appliance in ways:
@@ -88,6 +89,8 @@ async def compare(load: Load, rounds: int, seed: int) -> dict[str, list[float]]:
         for number in range(rounds):
             order.shuffle(ways)
             for name, appliance in ways:
+                here.send(appliance.url if name == "on" else "")
+                here.recv()
                 answers = await drive(appliance.session, appliance.url, MODEL, load)
                 found[name].append(answers.output_tokens / (answers.wall_ns / 1e9))
             print(f"round {number + 1}: on {found['on'][-1]:.1f}, off {found['off'][-1]:.1f} tokens/s", flush=True)

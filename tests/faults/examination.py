@@ -78,7 +78,8 @@ async def examine(patient: Patient, fault: Fault | None, strength: Strength, see
     sufferer = worst(rows, fault.hurts, began_ns) if fault is not None and fault.hurts is not None else None
     if sufferer is not None:
         found = await patient.get(f"/debug/why/{sufferer['request_id']}")
-        why = tuple(cause for cause in causes_of(found["causes"]) if cause not in OWN_WORK)
+        # As a person reads it: where nothing is blamed, nothing was found.
+        why = tuple(cause for cause in causes_of(found["causes"]) if cause not in OWN_WORK) if found["blamed"] else ()
         raw |= {"why": found, "request": sufferer}
     await asyncio.sleep(SETTLE_S)
     await patient.quiet()
