@@ -21,13 +21,13 @@ from gateway.calls import Flight
 from gateway.config import GatewayOptions
 from gateway.errors import ApiError
 from gateway.protocol import flow_of
-from gateway.spent import first_token, longest_gap, told_last
+from gateway.spent import first_token, longest_gap, stalled_for, told_last
 from gateway.stream import Tokens
 from gateway.upstream_answer import Relayed
 from telemetry import clock
 from telemetry.hub import Hub
 from telemetry.live import LiveRequest, accept_trace
-from telemetry.records import RequestRecord, request_of
+from telemetry.records import RequestRecord
 from telemetry.views import request_json
 from telemetry.vocabulary import OTHER, ROUTES
 
@@ -315,7 +315,7 @@ class Exchange:
             interconnect_transfer_ns=_sum(records, "interconnect_transfer_ns"),
             interconnect_wait_max_ns=max((record.interconnect_wait_max_ns for record in records), default=0),
             engine_ns=_sum(records, "engine_ns"),
-            stalled_for=_stalled_for(states, last),
+            stalled_for=stalled_for(states, last),
             kv_at_admission=last.kv_at_admission if last else None,
             kv_worst=last.kv_worst if last else None,
             kv_at_end=last.kv_at_end if last else None,
@@ -372,19 +372,6 @@ def exchange_of(scope: Scope) -> Exchange:
     exchange = scope[_SCOPE_KEY]  # type: ignore[literal-required]
     assert isinstance(exchange, Exchange)
     return exchange
-
-
-def _stalled_for(states: dict[str, int], told: RequestRecord | None) -> dict[str, int]:
-    """
-    Who was served while it stalled, by the names that people know, and not by those of an engine for its sequences.
-
-    Of an engine's book that could not be joined with ours nothing is taken.
-    """
-    found: dict[str, int] = {}
-    spent = told.stalled_for if told is not None and "stalled" in states else {}
-    for name, spent_ns in spent.items():
-        found[request_of(name)] = found.get(request_of(name), 0) + spent_ns
-    return found
 
 
 def _sum(records: list[RequestRecord], field: str) -> int:

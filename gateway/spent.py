@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gateway.book import Book, Told
 from gateway.calls import Call
+from telemetry.records import RequestRecord, request_of
 
 
 def told_last(calls: Sequence[Call]) -> Told | None:
@@ -40,6 +41,19 @@ def longest_gap(calls: Sequence[Call]) -> tuple[int, dict[str, int], int]:
     late_ns = max(0, call.gap_max_ns - record.gap_max_ns)
     states = record.gap_states | ({"deliver": late_ns} if late_ns else {})
     return record.gap_max_ns + late_ns, states, record.gap_step
+
+
+def stalled_for(states: dict[str, int], told: RequestRecord | None) -> dict[str, int]:
+    """
+    Who was served while it stalled, by the names that people know, and not by those of an engine for its sequences.
+
+    Of an engine's book that could not be joined with ours nothing is taken.
+    """
+    found: dict[str, int] = {}
+    spent = told.stalled_for if told is not None and "stalled" in states else {}
+    for name, spent_ns in spent.items():
+        found[request_of(name)] = found.get(request_of(name), 0) + spent_ns
+    return found
 
 
 def _told(call: Call) -> Told:

@@ -124,7 +124,7 @@ def exchanging(wait: int, transfer: int, late: tuple[int, int]) -> Evidence:
     parts = {"compute": 20 * MS, "interconnect_wait": wait * MS, "interconnect_transfer": transfer * MS}
     for number in range(3000, 6000):
         evidence.totals.add(busy(number, parts=parts))
-    evidence.totals.late_ranks = {"0": late[0] * 3000 * MS, "1": late[1] * 3000 * MS}
+    evidence.totals.late_ranks = {"0:0": late[0] * 3000 * MS, "0:1": late[1] * 3000 * MS}
     return evidence
 
 

@@ -64,5 +64,5 @@ def test_who_was_late_and_what_was_waited_for_is_kept() -> None:
     late = InterconnectBook(kind="threads", wait_ns=5, straggler=1, rank_wait_ns=(5, 0, 7))
     kv = KvBook(total=32, free=0, filled=16, tail=16)
     totals = total([step(1, 10, interconnect=late, kv=kv, waits={"queue_kv_full": 2}), step(1, 10, kv=kv)])
-    assert totals.late_ranks == {"1": 7}
+    assert totals.late_ranks == {"0:1": 7}
     assert (totals.kv_waits, totals.kv_wait_fragmentation, totals.kv_wait_utilization) == (1, 0.5, 1.0)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.book import Book, Told
 from gateway.calls import Life
+from gateway.spent import stalled_for
 from telemetry.records import RequestRecord
 
 
@@ -144,3 +145,20 @@ def test_the_way_to_the_first_token_sums_too(
     assert sum(states.values()) == times[first]
     assert all(spent_ns >= 0 for spent_ns in states.values())
     assert sum(book.close(times[8], told).values()) == times[8]
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_who_was_served_instead_is_said_of_the_book_that_counts(joined: bool) -> None:
+    """Of several sequences the last one's; of one whose book was lost with its engine, or does not close, nobody's."""
+    book = Book(0)
+    book.dispatched(10)
+    record = RequestRecord(
+        request_id="r", accepted_ns=20, finished_ns=90 if joined else 91, states={"stalled": 50, "decode": 20},
+        stalled_for={"a#1-0": 30, "a#1-1": 15, "": 5},
+    )  # fmt: skip
+    book.engine_done(100)
+    states = book.close(120, Told(record, 30, True, ()))
+    told = stalled_for(states, record)
+    assert told == ({"a": 45, "": 5} if joined else {})
+    assert sum(told.values()) == states.get("stalled", 0)
+    assert stalled_for(states, None) == {}

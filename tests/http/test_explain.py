@@ -5,6 +5,7 @@
 import asyncio
 
 from diagnosis.causes import BY_NAME
+from telemetry.records import RequestRecord
 from tests.http.asking import Pair, chat, post
 from tests.http.conftest import Custom
 from tests.http.fake_engine import Job
@@ -65,3 +66,23 @@ def test_a_key_is_told_of_its_own_requests_only(guard: Guard, custom: Custom) ->
     assert gateway.client.get(where, headers=bearer(blue.key)).json()["request_id"] == request_id
     tails = gateway.client.get("/debug/doctor", headers=bearer(green.key)).json()["tails"]
     assert all(tail["requests"] == [] for tail in tails.values())
+
+
+def test_nobody_learns_the_names_of_others_requests(guard: Guard, custom: Custom) -> None:
+    """Also not from those that were served while its own stalled."""
+    gateway, _ = custom(**guard.options)
+    blue = guard.create(tenant="blue")
+    states = {"stalled": 70, "decode": 30}
+    record = RequestRecord(
+        request_id="mine", tenant="blue", outcome="stop", status=200, route="/v1/completions", accepted_ns=0,
+        finished_ns=100, states=states, stalled_for={"theirs": 60, "": 10},
+    )  # fmt: skip
+    gateway.application.hub.request(record)
+    for path in ("/debug/requests/mine", "/debug/requests", "/debug/why/mine"):
+        text = gateway.client.get(path, headers=bearer(blue.key)).text
+        assert "mine" in text and "theirs" not in text, path
+    with gateway.client.stream("GET", "/debug/live", headers=bearer(blue.key)) as events:
+        first = next(line for line in events.iter_lines() if line.startswith("data: "))
+    assert "mine" in first and "theirs" not in first
+    shown = gateway.client.get("/debug/requests/mine", headers=bearer(blue.key)).json()
+    assert shown["stalled_for"] == {"": 70}

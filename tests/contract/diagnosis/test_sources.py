@@ -15,16 +15,18 @@ from click.testing import CliRunner
 
 from diagnosis.doctor import Report, examine
 from diagnosis.sources import asked
+from diagnosis.sources.recording import recorded
 from diagnosis.why import Why
 from launch.errors import UserError
 from pellucid import cli
+from telemetry.evidence import Facts
 from telemetry.flight import open_records
 from telemetry.metrics import Metrics
 from telemetry.otlp_json import otlp_line
 from telemetry.records import RequestRecord
 from telemetry.spans import request_spans
 from telemetry.vocabulary import View
-from tests.core.test_diagnosis import CASES, QUIET, request, with_slow
+from tests.core.test_diagnosis import CASES, QUIET, busy, request, with_slow
 
 SLOW = request(7, QUIET | {"queue_kv_full": 4000})
 EVERYBODY = [*(request(number, QUIET) for number in range(6)), SLOW]
@@ -175,3 +177,20 @@ def test_why_in_words(traces: Path) -> None:
     assert first == "r7  stop  4.25 s"
     assert summary.startswith("Of 4.25 s, 4.00 s, 94%, went because it waited for KV memory")
     assert any("What would help" in one for one in rest) and any("--kv-memory" in one for one in rest)
+
+
+def test_a_recording_knows_how_the_system_was_set_up_and_tells_two_lives_apart(tmp_path: Path) -> None:
+    records = open_records(str(tmp_path), "gateway-0", ring_bytes=1 << 20)
+    assert records is not None
+    records.facts(Facts(prefix_cache=False))
+    for life in ("a", "b"):
+        for number in range(1, 4):
+            records.step(busy(number, requests={1: f"{life}{number}"}, slices=((1, 1),)))
+    for number in range(20):
+        records.request(request(number, QUIET | {"prefill": 400}, repeated_tokens=90))
+    records.close()
+    place = next(path for path in tmp_path.rglob("gateway-0*") if path.is_dir())
+    assert [one.cause for one in asked.report_recorded(place, 300).findings] == ["prefix_off"]
+    evidence = recorded(place, None)
+    assert {step.requests[1] for step in evidence.steps.values()} == {"b1", "b2", "b3"}
+    assert evidence.totals.steps == 6 and evidence.starts == 1
