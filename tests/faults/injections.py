@@ -340,7 +340,7 @@ FAULTS = (
     Fault("cpu_starvation", three(lambda n: Strength(f"{n:g} hogs", hogs(int(n))), 2, 4, 8), "e2e_ns"),
     Fault(
         "neighbours",
-        three(lambda n: Strength(f"{n:g} words", visits(1.0, int(n)), LONG_STEPS, LONG_ANSWERS), 800, 1200, 1800),
+        three(lambda n: Strength(f"{n:g} words", visits(1.0, int(n)), LONG_STEPS, LONG_ANSWERS), 1000, 1400, 1800),
         "gap_max_ns",
     ),
     Fault(
