@@ -15,12 +15,11 @@ import httpx
 import msgspec
 import pytest
 
-from engine.api import Sight
 from gateway import page
 from gateway.admission import Ticket
 from gateway.live import TICK_S, VIEWERS_MAX, Snapshot, Viewer
 from telemetry.clock import now_ns
-from telemetry.records import STEP_PARTS, KvBook
+from telemetry.records import STEP_PARTS
 from telemetry.vocabulary import STATES
 from tests.http.asking import Pair, chat, post
 from tests.http.conftest import Custom, options_for
@@ -292,7 +291,8 @@ def test_an_engine_whose_blocks_are_many_is_asked_less_often(fake: Pair) -> None
 
     before, replica._writer = replica._writer, Writer()  # type: ignore[assignment]  # as much of it as is asked
     try:
-        replica.sight = Sight(step_id=1, block_slots=1, book=KvBook(), runs=(), sequences=(), spent_ns=30_000_000)
+        replica._looked_ns = 30_000_000
+        replica.look_away()  # Who comes back at once is no reason to ask again.
         replica.seen_ns = now_ns()
         replica.look(replica.seen_ns + int(2.9e9))
         assert not writes
