@@ -245,9 +245,8 @@ IN_TORCH = (("PELLUCID_KERNELS", "torch"),)
 WITH_KEYS = Setup(keys=True)
 NO_LOAD = Background(rate_s=1.0)
 STORIES = Background(rate_s=2.0, tokens=(100, 200))
-SAGAS = Background(rate_s=1.5, tokens=(150, 220))  # who comes while the loop is held up is not known to have waited
+SAGAS = Background(rate_s=1.5, tokens=(250, 350))  # who comes while the loop is held up is not known to have waited
 MANY_STORIES = Background(rate_s=5.0, tokens=(60, 100))
-LONG_ANSWERS = Background(rate_s=2.0, tokens=(60, 100))
 LONG_PROMPTS = Background(rate_s=1.0, words=(1000, 1300), tokens=(8, 16))
 
 
@@ -340,7 +339,7 @@ FAULTS = (
     Fault("cpu_starvation", three(lambda n: Strength(f"{n:g} hogs", hogs(int(n))), 2, 4, 8), "e2e_ns"),
     Fault(
         "neighbours",
-        three(lambda n: Strength(f"{n:g} words", visits(1.0, int(n)), LONG_STEPS, LONG_ANSWERS), 1000, 1400, 1800),
+        three(lambda n: Strength(f"{n:g} words", visits(1.0, int(n)), LONG_STEPS, SAGAS), 1000, 1400, 1800),
         "gap_max_ns",
     ),
     Fault(
