@@ -2,6 +2,7 @@
 What a step comes to, in numbers and in news.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
@@ -74,6 +75,11 @@ def load_of(running: Many[Sequence], waiting: FairQueue, pool: BlockPool) -> Loa
         owed_tokens=sum(sequence.debt for sequence in running) + sum(sequence.debt for sequence in waiting),
         used_slots=(pool.blocks_max - pool.available) * pool.block_slots,
     )
+
+
+def waits_of(waiting: FairQueue) -> dict[str, int]:
+    """How many wait for what."""
+    return dict(Counter(sequence.ledger.state for sequence in waiting))
 
 
 def merged(deltas: list[Delta]) -> tuple[Delta, ...]:

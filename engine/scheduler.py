@@ -15,7 +15,6 @@ need and everybody else's fit, and is then left alone.  So none is preempted for
 """
 
 from bisect import insort
-from collections import Counter
 
 from engine import admission, prefix
 from engine.admission import door_fault
@@ -25,7 +24,7 @@ from engine.config import SchedulerConfig
 from engine.draft_model import NOTHING, ModelSpeculator, speculation_for
 from engine.ending import ending_of
 from engine.fairness import FairQueue
-from engine.outcome import Outcome, Tally, load_of, merged
+from engine.outcome import Outcome, Tally, load_of, merged, waits_of
 from engine.plan import DraftPlan, DraftResult, Slice, SliceResult, StepPlan, StepResult
 from engine.sequence import Sequence, Status, stamp
 from engine.speculate import Speculation
@@ -174,10 +173,9 @@ class Scheduler:
         self.waiting.end(sequence)
         if self._speculation is not None:
             self._speculation.end(sequence, keep=reason in ("stop", "length"))
-        finish = Finish(reason, sequence.usage(), stop_id, fault)
-        last = Delta(sequence.request.request_id, finish=finish)
+        last = Delta(sequence.request.request_id, finish=Finish(reason, sequence.usage(), stop_id, fault))
         self._deltas.append(news.merge(last) if news else last)
-        self._finished.append(sequence.record(finish, now_ns))
+        self._finished.append(sequence.record(reason, now_ns))
 
     def _let_go(self, sequence: Sequence, now_ns: int) -> None:
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
@@ -197,8 +195,7 @@ class Scheduler:
 
     def _expire(self, now_ns: int) -> None:
         for sequence in [*self.running, *self.waiting]:
-            deadline_ns = sequence.deadline_ns
-            if deadline_ns is not None and now_ns >= deadline_ns:
+            if sequence.deadline_ns is not None and now_ns >= sequence.deadline_ns:
                 message = f"The request was not finished within its deadline of {sequence.request.deadline_s:g} s."
                 self._finish(sequence, "deadline", now_ns, Fault("engine_timeout", message))
 
@@ -393,7 +390,7 @@ class Scheduler:
             load=load_of(self.running, self.waiting, self.pool),
             served_ns=tally.served_ns,
             requests=tally.requests,
-            waits=dict(Counter(sequence.ledger.state for sequence in self.waiting)),
+            waits=waits_of(self.waiting),
             kv=kv,
             prefixes=self.pool.prefixes.report(),
         )

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 
 from engine import prefix
-from engine.api import Finish, GenerateRequest, Usage
+from engine.api import FinishReason, GenerateRequest, Usage
 from engine.interference import Interference
 from engine.plan import SampleSpec, Slice
 from telemetry.ledger import Ledger
@@ -227,14 +227,14 @@ class Sequence:
         """Tokens so far."""
         return Usage(self.prompt_length, self.cached_tokens, self.output_length)
 
-    def record(self, finish: Finish, now_ns: int) -> RequestRecord:
+    def record(self, outcome: FinishReason, now_ns: int) -> RequestRecord:
         """The request's book, closed at `now_ns`."""
         readings = [book.reading() for book in self.kv_met]
         at_admission, worst, at_end = readings or (None, None, None)
         return RequestRecord(
             request_id=self.request.request_id,
             tenant=self.request.tenant,
-            outcome=finish.reason,
+            outcome=outcome,
             accepted_ns=self.ledger.opened_ns,
             finished_ns=now_ns,
             states=self.ledger.spent(now_ns),

@@ -280,7 +280,7 @@ class Exchange:
     def _last_ns(self) -> int:
         return max((call.finished_ns for call in self.flight.calls), default=0)
 
-    def _record(self, closed_ns: int) -> RequestRecord:
+    def _record(self, closed_ns: int) -> RequestRecord:  # long: a line for each field
         calls = self.flight.calls
         disturbed = self._hub.disturbed()
         records = [call.record for call in calls if call.record is not None]

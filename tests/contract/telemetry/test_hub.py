@@ -386,17 +386,3 @@ async def test_stopping_hands_on_what_is_left_and_twice_is_once() -> None:
 def _running(listening: Hub) -> list[float]:
     series = read(listening.metrics_text()[0])
     return [value for (name, _), value in series.items() if name == "pellucid_engine_running_sequences"]
-
-
-def test_steps_of_an_engine_that_is_gone_are_not_taken_for_those_of_the_next() -> None:
-    """Both count their steps and sequences from the beginning."""
-    listening = Hub()
-    for epoch in ("a", "b"):
-        listening.engine_up(0, epoch=epoch)
-        for number in (1, 2):
-            requests = {0: f"{epoch}#1-0"}
-            listening.step(StepRecord(step_id=number, ended_ns=number, step_ns=1, parts={"plan": 1}, requests=requests))
-        listening.debug_steps()
-    evidence = listening.evidence(0)
-    assert {spot: step.requests[0] for spot, step in evidence.steps.items()} == {(0, 1): "b#1-0", (0, 2): "b#1-0"}
-    assert evidence.starts == 2
