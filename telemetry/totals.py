@@ -54,7 +54,7 @@ class StepTotals(msgspec.Struct):
 
     def add(self, step: StepRecord) -> None:
         """One step more."""
-        self.first_ns = min(self.first_ns or step.ended_ns, step.ended_ns)
+        self.first_ns = min(self.first_ns, step.ended_ns) if self.steps else step.ended_ns
         self.last_ns = max(self.last_ns, step.ended_ns)
         self.steps += 1
         for name in _SUMMED:
@@ -80,7 +80,9 @@ class StepTotals(msgspec.Struct):
 
     def join(self, other: "StepTotals") -> None:
         """The steps of another stretch, or of another replica."""
-        self.first_ns = min(self.first_ns or other.first_ns, other.first_ns or self.first_ns)
+        if not other.steps:
+            return
+        self.first_ns = min(self.first_ns, other.first_ns) if self.steps else other.first_ns
         self.last_ns = max(self.last_ns, other.last_ns)
         for name in (*_SUMMED, "steps", *_FLOATS):
             setattr(self, name, getattr(self, name) + getattr(other, name))

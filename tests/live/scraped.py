@@ -29,6 +29,7 @@ from telemetry.records import (
     Exchange,
     InterconnectBook,
     KvBook,
+    MemoryReading,
     RequestRecord,
     StepRecord,
 )
@@ -39,9 +40,11 @@ from telemetry.vocabulary import (
     LEVELS,
     LIMITS,
     OUTCOMES,
+    PRESSURES,
     ROUTINGS,
     STATES,
     UPSTREAM_RESULTS,
+    WAITING_STATES,
     LimitsView,
     ReplicaView,
     UpstreamView,
@@ -111,7 +114,9 @@ def _request(route: str, outcome: str, number: int) -> RequestRecord:
         steps=20,
         kv_block_ns=900 * MS,
         first_token_ns=sum(states.values()) // 3,
+        first_token_states={state: spent_ns // 3 for state, spent_ns in states.items()},
         gap_max_ns=300 * MS,
+        repeated_tokens=32,
         degenerate=DEGENERATE_KINDS[number % len(DEGENERATE_KINDS)] if outcome == "failed" else "",
         model=MODEL,
         route=route,
@@ -171,6 +176,9 @@ def _step(replica: int, *, straggler: int) -> StepRecord:
         draft_rejected_tokens=2,
         draft_rejected_ns=MS,
         interconnect=interconnect,
+        waits=dict.fromkeys(WAITING_STATES, 1),
+        gc_pause_ns=MS,
+        starved_ns=2 * MS,
         kv=KvBook(768, 128, 64, 320, 128, 64, 64),
     )
 
@@ -180,7 +188,7 @@ def _view(readings: int) -> View:
     steps = [msgspec.structs.replace(_step(replica, straggler=0), step_id=readings) for replica in (0, 1)]
     return View(
         replicas=tuple(
-            ReplicaView(replica=number, up=number > 0, restarts=readings, silent_ns=250 * MS, step=step)
+            ReplicaView(number, number > 0, readings, 250 * MS, step, MemoryReading(400, 300, 200, 100))
             for number, step in enumerate(steps)
         ),
         upstreams=tuple(
@@ -192,6 +200,8 @@ def _view(readings: int) -> View:
         pending_records=3,
         pending_spans=4,
         resident_bytes=123_456_789,
+        starved_ns=readings * MS,
+        pressure_ns=dict.fromkeys(PRESSURES, readings * MS),
         loop_tasks=12,
         workers=2,
         workers_silent=1,

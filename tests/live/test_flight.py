@@ -98,8 +98,9 @@ def test_a_dump_while_it_runs_has_what_the_debug_routes_have(own: Appliance, dat
     assert code == 0
     head, *records = map(json.loads, lines)
     assert head["being_written"] and head["lost"] == 0 and not head["torn"]
-    steps = {one["step_id"]: one for one in records if one["record"] == "step"}
-    assert len(steps) == head["steps"] > 30
+    recorded = [one for one in records if one["record"] == "step"]
+    assert len(recorded) == head["steps"] > 30
+    steps = {one["step_id"]: one for one in recorded}  # the newest: an engine may have had two lives
     assert len(shown) > 20 and all(steps[one["step_id"]].items() >= one.items() for one in shown)
     ended = [one for one in records if one["record"] == "request" and one["route"] == "/v1/completions"]
     assert len(ended) >= 2 * STREAMS and {one["imbalance_ns"] for one in ended} == {0}
@@ -145,8 +146,12 @@ def test_the_records_of_a_killed_gateway_are_there(own: Appliance, data: Path) -
     assert flight(data, "replay")[0] == 0
 
 
-def test_in_the_end_nobody_writes_any_more(own: Appliance, data: Path) -> None:
-    assert own.terminate() == 0
+def test_in_the_end_nobody_writes_any_more(default_model: Path, tmp_path: Path) -> None:
+    data = tmp_path
+    with serve("--model", str(default_model), "--data-dir", str(data), "--flight-memory", "8MiB") as running:
+        with Load(running):
+            pass
+        assert running.terminate() == 0
     assert not any(one.living for one in recordings(data / "flight"))
     code, lines = flight(data, "replay")
     assert code == 0 and len(lines) == 1 and lines[0].endswith(": all plans are the same.")
