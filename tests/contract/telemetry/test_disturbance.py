@@ -74,13 +74,14 @@ def test_threads_that_end_are_forgotten() -> None:
     thread = threading.Thread(target=over.wait)
     thread.start()
     delay.look_for_threads()
-    files = len(list(Path("/proc/self/fd").iterdir()))
+    file = delay._files[str(thread.native_id)]
     over.set()
     thread.join()
     assert delay.take_ns() >= 0
     delay.look_for_threads()
-    assert len(list(Path("/proc/self/fd").iterdir())) < files
+    assert str(thread.native_id) not in delay._files and file not in delay._files.values()
     delay.close()
+    assert delay._files == {}
 
 
 def test_memory_is_read() -> None:
