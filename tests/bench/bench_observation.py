@@ -5,14 +5,15 @@ What it costs to be seen: the same load with everything on, and with everything 
 
 Two appliances with the default model, which take turns:
 
-    on    every trace to a collector over OTLP, metrics pushed over OTLP and scraped each second, the flight recorder,
-          and a live page open
+    on    every trace to a collector over OTLP, metrics pushed over OTLP and scraped as often as our own Prometheus
+          does, the flight recorder, and a live page open
     off   no collector, no scrape, no flight recorder, nobody looks; records are made all the same: they are the product
 
 Collector, scraper and viewer are in a process of their own, which reads and throws away; while the other is measured
-they are gone.  In each round both serve the
-same load, in an order that changes.  Printed is the throughput of each, and the ratio of both in the same round, of
-which the median decides.  Exit code 1: it is lower by more than --percent-max.
+they are gone.  In each round both serve the same load, in an order that changes.  Printed is the throughput of each, and
+the ratio of both in the same round, of which the median decides.  Exit code 1: it is lower by more than --percent-max.
+
+`--without traces,page,flight` leaves some of it out of `on`, to find what costs.
 """
 
 import argparse
@@ -24,19 +25,21 @@ import statistics
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from http.server import ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 from urllib.request import urlopen
 
 from bench.appliance import Appliance, serving
-from bench.host import commit, host
+from bench.host import commit, host, tree_s
 from bench.load import Load, drive, warm
+from dashboards.files import SCRAPE_S
 from tests.bench.bench_overhead import Collector
 
 MODEL = "SmolLM2-135M-Instruct"
-SCRAPE_S = 1.0
 OFF = ("--flight-memory", "0")
 
 
@@ -71,8 +74,17 @@ def _look(url: str, over: threading.Event) -> None:
             pass
 
 
-async def compare(load: Load, rounds: int, seed: int) -> dict[str, list[float]]:
-    """Output tokens a second, of each round."""
+class Drive(NamedTuple):
+    """One load on one appliance."""
+
+    rate: float
+    """Output tokens a second."""
+    cpu_us: float
+    """Processor time of all its processes, for a token."""
+
+
+async def compare(load: Load, rounds: int, seed: int, without: Sequence[str]) -> dict[str, list[Drive]]:
+    """Of each round, by way."""
     here, there = multiprocessing.Pipe()
     watcher = multiprocessing.get_context("fork").Process(target=watch, args=(there,), daemon=True)
     watcher.start()
@@ -80,20 +92,26 @@ async def compare(load: Load, rounds: int, seed: int) -> dict[str, list[float]]:
     order = random.Random(seed)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        on = await _start(stack, folder / "on", "--otlp-endpoint", collector, "--otlp-metrics")
+        traces = () if "traces" in without else ("--otlp-endpoint", collector, "--otlp-metrics")
+        flight = OFF if "flight" in without else ()
+        on = await _start(stack, folder / "on", *traces, *flight)
         off = await _start(stack, folder / "off", *OFF)
-        found: dict[str, list[float]] = {"on": [], "off": []}
+        found: dict[str, list[Drive]] = {"on": [], "off": []}
         ways = [("on", on), ("off", off)]
         for _, appliance in ways:
             await warm(appliance.session, appliance.url, MODEL, load)
         for number in range(rounds):
             order.shuffle(ways)
             for name, appliance in ways:
-                here.send(appliance.url if name == "on" else "")
+                here.send(appliance.url if name == "on" and "page" not in without else "")
                 here.recv()
+                before_s = tree_s(appliance.pid)
                 answers = await drive(appliance.session, appliance.url, MODEL, load)
-                found[name].append(answers.output_tokens / (answers.wall_ns / 1e9))
-            print(f"round {number + 1}: on {found['on'][-1]:.1f}, off {found['off'][-1]:.1f} tokens/s", flush=True)
+                tokens = answers.output_tokens
+                cpu_us = (tree_s(appliance.pid) - before_s) / tokens * 1e6
+                found[name].append(Drive(tokens / (answers.wall_ns / 1e9), cpu_us))
+            on_rate, off_rate = found["on"][-1].rate, found["off"][-1].rate
+            print(f"round {number + 1}: on {on_rate:.1f}, off {off_rate:.1f} tokens/s", flush=True)
         here.send(None)
     watcher.kill()
     return found
@@ -113,6 +131,7 @@ def main() -> int:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--percent-max", type=float, default=2.0)
+    parser.add_argument("--without", default="", help="with commas, of: traces, page (and scrapes), flight")
     given = parser.parse_args()
     load = Load(
         streams=given.streams,
@@ -122,10 +141,15 @@ def main() -> int:
         seed=given.seed,
     )
     print(f"commit {commit()}\nhost {host()}\nseed {given.seed}, {load}")
-    found = asyncio.run(compare(load, given.rounds, given.seed))
-    ratios = [on / off for on, off in zip(found["on"], found["off"], strict=True)]
-    for name, rates in found.items():
-        print(f"{name:4} median {statistics.median(rates):.1f} tokens/s ({min(rates):.1f} to {max(rates):.1f})")
+    found = asyncio.run(compare(load, given.rounds, given.seed, given.without.split(",")))
+    ratios = [on.rate / off.rate for on, off in zip(found["on"], found["off"], strict=True)]
+    for name, drives in found.items():
+        rates = [one.rate for one in drives]
+        cpu_us = statistics.median(one.cpu_us for one in drives)
+        spread = f"{min(rates):.1f} to {max(rates):.1f}"
+        print(
+            f"{name:4} median {statistics.median(rates):.1f} tokens/s ({spread}), {cpu_us:.0f} us of processors a token"
+        )
     cost = (1 - statistics.median(ratios)) * 100
     print(f"everything on costs {cost:.2f} % of throughput ({min(ratios):.3f} to {max(ratios):.3f} of it is left)")
     return int(cost > given.percent_max)
