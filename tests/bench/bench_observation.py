@@ -10,8 +10,9 @@ Two appliances with the default model, which take turns:
     off   no collector, no scrape, no flight recorder, nobody looks; records are made all the same: they are the product
 
 Collector, scraper and viewer are in a process of their own, which reads and throws away; while the other is measured
-they are gone.  In each round both serve the same load, in an order that changes.  Printed is the throughput of each, and
-the ratio of both in the same round, of which the median decides.  Exit code 1: it is lower by more than --percent-max.
+they are gone.  In each round both serve the same load, in an order that changes.  Printed is the throughput of each,
+and the ratio of both in the same round, of which the median decides.  Exit code 1: it is lower by more than
+--percent-max.
 
 `--without traces,page,flight` leaves some of it out of `on`, to find what costs.
 """
