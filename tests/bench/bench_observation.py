@@ -3,14 +3,15 @@ What it costs to be seen: the same load with everything on, and with everything 
 
     python -m tests.bench.bench_observation [--rounds 10] [--streams 16] [--requests 2] [--output-tokens 64]
 
-Two appliances with the default model, which take turns:
+Two appliances with the default model:
 
     on    every trace to a collector over OTLP, metrics pushed over OTLP and scraped as often as our own Prometheus
           does, the flight recorder, and a live page open
     off   no collector, no scrape, no flight recorder, nobody looks; records are made all the same: they are the product
 
 Collector, scraper and viewer are in a process of their own, which reads and throws away; while the other is measured
-they are gone.  In each round both serve the same load, in an order that changes.  Printed is the throughput of each,
+they are gone.  In each round both are started anew, because two processes of the same program differ by some percent
+for as long as they live, and serve the same load, in an order that changes.  Printed is the throughput of each,
 and the ratio of both in the same round, of which the median decides.  Exit code 1: it is lower by more than
 --percent-max.
 
@@ -91,31 +92,36 @@ async def compare(load: Load, rounds: int, seed: int, without: Sequence[str]) ->
     watcher.start()
     collector = f"http://127.0.0.1:{here.recv()}"
     order = random.Random(seed)
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        traces = () if "traces" in without else ("--otlp-endpoint", collector, "--otlp-metrics")
-        flight = OFF if "flight" in without else ()
-        on = await _start(stack, folder / "on", *traces, *flight)
-        off = await _start(stack, folder / "off", *OFF)
-        found: dict[str, list[Drive]] = {"on": [], "off": []}
-        ways = [("on", on), ("off", off)]
-        for _, appliance in ways:
-            await warm(appliance.session, appliance.url, MODEL, load)
-        for number in range(rounds):
+    found: dict[str, list[Drive]] = {"on": [], "off": []}
+    traces = () if "traces" in without else ("--otlp-endpoint", collector, "--otlp-metrics")
+    options = {"on": (*traces, *(OFF if "flight" in without else ())), "off": OFF}
+    for number in range(rounds):
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            ways = ["on", "off"]
             order.shuffle(ways)
-            for name, appliance in ways:
-                here.send(appliance.url if name == "on" and "page" not in without else "")
+            started = {way: await _start(stack, folder / way, *options[way]) for way in ways}
+            for appliance in started.values():
+                await warm(appliance.session, appliance.url, MODEL, load)
+            order.shuffle(ways)
+            for way in ways:
+                here.send(started[way].url if way == "on" and "page" not in without else "")
                 here.recv()
-                before_s = tree_s(appliance.pid)
-                answers = await drive(appliance.session, appliance.url, MODEL, load)
-                tokens = answers.output_tokens
-                cpu_us = (tree_s(appliance.pid) - before_s) / tokens * 1e6
-                found[name].append(Drive(tokens / (answers.wall_ns / 1e9), cpu_us))
-            on_rate, off_rate = found["on"][-1].rate, found["off"][-1].rate
-            print(f"round {number + 1}: on {on_rate:.1f}, off {off_rate:.1f} tokens/s", flush=True)
-        here.send(None)
+                found[way].append(await _drive(started[way], load))
+            here.send("")
+            here.recv()
+        on, off = found["on"][-1].rate, found["off"][-1].rate
+        print(f"round {number + 1}: on {on:.1f}, off {off:.1f} tokens/s", flush=True)
+    here.send(None)
     watcher.kill()
     return found
+
+
+async def _drive(appliance: Appliance, load: Load) -> Drive:
+    before_s = tree_s(appliance.pid)
+    answers = await drive(appliance.session, appliance.url, MODEL, load)
+    cpu_us = (tree_s(appliance.pid) - before_s) / answers.output_tokens * 1e6
+    return Drive(answers.output_tokens / (answers.wall_ns / 1e9), cpu_us)
 
 
 async def _start(stack: AsyncExitStack, data: Path, *options: str) -> Appliance:
