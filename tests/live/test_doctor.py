@@ -13,7 +13,7 @@ from tests.faults.examination import examine, warm
 from tests.faults.injections import DEFAULT, FAULTS, Strength
 
 WINDOW_S = 6.0
-CAUSES = ("speculation", "garbage_collection", "event_loop")
+CAUSES = ("speculation", "garbage_collection")  # others hit somebody or not, as requests happen to come
 MACHINE = "cpu_starvation"  # other tests run beside this one: that it says so is right
 
 
