@@ -163,7 +163,6 @@ def hello(options: EngineOptions, device: Device) -> Hello:
         details=facts.details
         | {
             "first_token_s": f"{(facts.first_token_ns - STARTED_NS) / 1e9:.2f}",
-            "sequences_max": str(options.sequences_max),
             "tokens_step_max": str(options.tokens_step_max),
             "prefix_cache": "on" if options.prefix_cache else "off",
         },

@@ -14,7 +14,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """How it is set up; what nobody has said is None, or empty."""
 
     replicas: int = 1
-    sequences_max: int | None = None
     tokens_step_max: int | None = None
     prefix_cache: bool | None = None
     kv_slots: int | None = None  # of all replicas
@@ -38,14 +37,13 @@ class Evidence(msgspec.Struct, kw_only=True):
     steps: dict[Spot, StepRecord] = {}  # those that are still remembered
     memory: Memory = {}
     starts: int = 0  # engines that came, or came back, in it
-    facts: Facts = Facts()
+    facts: Facts = UNKNOWN
 
 
 def facts_of(details: Mapping[str, str], *, weights: str = "", kv_slots: int | None = None) -> Facts:
     """From what an engine says of itself, as `/health` shows it."""
     return Facts(
-        sequences_max=_number(details.get("sequences_max", ""), 0) or None,
-        tokens_step_max=_number(details.get("tokens_step_max", ""), 0) or None,
+        tokens_step_max=int(step_max) if (step_max := details.get("tokens_step_max", "")).isdecimal() else None,
         prefix_cache={"on": True, "off": False}.get(details.get("prefix_cache", "")),
         kv_slots=kv_slots,
         weights=weights,
@@ -57,10 +55,6 @@ def facts_together(several: Iterable[Facts]) -> Facts:
     """Of all replicas, which are set up alike."""
     found = list(several)
     if not found:
-        return Facts()
+        return UNKNOWN
     slots = sum(one.kv_slots or 0 for one in found)
     return msgspec.structs.replace(found[0], replicas=len(found), kv_slots=slots or None)
-
-
-def _number(text: str, default: int) -> int:
-    return int(text) if text.isdecimal() else default

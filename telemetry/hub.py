@@ -163,7 +163,7 @@ class Hub:
         """The gateway is connected to this replica, which calls this life of itself `epoch`, and is set up so."""
         self._facts[replica] = facts
         if self._flight is not None:
-            self._flight.facts(facts_together(self._facts.values()))
+            self._guard("flight", self._flight.facts, facts_together(self._facts.values()))
         self._recent.connected(replica, epoch=epoch, block_slots=block_slots, now_ns=clock.now_ns())
 
     def engine_down(self, replica: int) -> None:
