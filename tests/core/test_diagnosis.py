@@ -4,6 +4,7 @@ them where there is none.
 """
 
 import re
+from copy import deepcopy
 
 import msgspec
 import pytest
@@ -133,7 +134,7 @@ def tails(evidence: Evidence, unfilled: float) -> Evidence:
     return evidence
 
 
-CASES: dict[str, Evidence] = {
+_CASES: dict[str, Evidence] = {
     "concurrency": with_slow({"queue_batch_full": 3000}),
     "kv_starvation": tails(with_slow({"queue_kv_full": 500, "preempted": 300, "recompute": 200}), 0.05),
     "fragmentation": tails(with_slow({"queue_kv_full": 900}), 0.45),
@@ -161,16 +162,21 @@ def lost_prefixes() -> Evidence:
     return evidence
 
 
-CASES["prefix_lost"] = lost_prefixes()
+_CASES["prefix_lost"] = lost_prefixes()
+
+
+def case(cause: str) -> Evidence:
+    """What a window looks like in which this is the matter; whoever asks may change it."""
+    return deepcopy(_CASES[cause])
 
 
 def test_each_cause_has_a_case() -> None:
-    assert CASES.keys() == {cause.name for cause in CAUSES if not cause.ordinary} - {"unaccounted"}
+    assert _CASES.keys() == {cause.name for cause in CAUSES if not cause.ordinary} - {"unaccounted"}
 
 
-@pytest.mark.parametrize("cause", CASES)
+@pytest.mark.parametrize("cause", _CASES)
 def test_the_doctor_names_it_first_and_so_does_why(cause: str) -> None:
-    evidence = CASES[cause]
+    evidence = case(cause)
     report = examine(evidence)
     assert report.findings[0].cause == cause, report.findings
     assert report.findings[0].change and BY_NAME[cause].words in report.findings[0].words
@@ -206,7 +212,7 @@ def test_two_ranks_that_are_late_in_turns_are_no_straggler() -> None:
 
 def test_every_setting_that_helps_is_one_that_exists() -> None:
     known = {option.flag for option in OPTIONS} | {"--no-prefix-cache"}
-    for evidence in CASES.values():
+    for evidence in _CASES.values():
         for cause in CAUSES:
             named = set(re.findall(r"--[a-z-]+[a-z]", cause.change(evidence)))
             assert named <= known, cause.name
@@ -216,7 +222,7 @@ def test_every_setting_that_helps_is_one_that_exists() -> None:
 
 
 def test_why_names_who_else_was_in_its_steps_and_what_is_usual() -> None:
-    evidence = CASES["neighbours"]
+    evidence = case("neighbours")
     record = evidence.requests[-1]
     record = msgspec.structs.replace(record, stalled_for={"loud": 2000 * MS})
     evidence.steps[0, 7] = busy(
