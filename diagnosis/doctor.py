@@ -13,8 +13,8 @@ import msgspec
 
 from diagnosis.causes import BY_NAME
 from diagnosis.slope import slope
-from diagnosis.split import Shares, Split, shares_over, split
-from diagnosis.why import duration
+from diagnosis.split import Shares, Split, shares_in_gap, shares_over, split
+from diagnosis.why import NO_ENGINE, UNREAD_LONG_NS, duration
 from telemetry.evidence import Evidence, Memory
 from telemetry.records import RequestRecord
 
@@ -30,10 +30,7 @@ GROWTH_BYTES_PER_S_MIN = 300_000.0
 GROWTH_BYTES_MIN = {"gateway": 128_000_000}
 """In all, before it is worth a word: a gateway remembers requests and steps, up to so much."""
 GROWTH_BYTES_ELSE = 8_000_000
-NO_ENGINE = ("no_healthy_engine", "engine_lost")
 UNSERVED_MIN = 3
-UNREAD_NS = 150_000_000
-"""Of a request, before it was taken up: a loop on a busy machine is late by some ten ms at times."""
 SHOWN_MAX = 5
 """Requests of a tail that are named."""
 
@@ -134,8 +131,7 @@ def _least(cause: str) -> int:
 
 
 def _taken_apart(record: RequestRecord, quantity: Quantity, usual: Shares, evidence: Evidence) -> Split:
-    step = evidence.steps.get((record.replica, record.gap_step)) if quantity.name == "gap" else None
-    shares = usual if step is None else shares_over(evidence, [step])
+    shares = shares_in_gap(record, usual, evidence) if quantity.name == "gap" else usual
     return split(quantity.states(record), record, shares, evidence)
 
 
@@ -183,7 +179,7 @@ def _unserved(evidence: Evidence, carried: Mapping[str, object]) -> Sequence[Dia
 
 def _unread(evidence: Evidence, carried: Mapping[str, object]) -> Sequence[Diagnosis]:
     """Requests that came while the gateway was held up: they waited before anybody kept a book of them."""
-    late = [one for one in evidence.requests if one.unread_ns >= UNREAD_NS]
+    late = [one for one in evidence.requests if one.unread_ns >= UNREAD_LONG_NS]
     if not late or "event_loop" in carried:
         return ()
     cause = BY_NAME["event_loop"]

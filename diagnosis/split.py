@@ -84,6 +84,12 @@ def shares_over(evidence: Evidence, steps: Iterable[StepRecord] | None = None) -
     return Shares(shares, fixed, prompts, _missed(evidence.requests))
 
 
+def shares_in_gap(record: RequestRecord, usual: Shares, evidence: Evidence) -> Shares:
+    """Over the step that ended its longest gap; if that is forgotten, what is usual."""
+    step = evidence.steps.get((record.replica, record.gap_step))
+    return usual if step is None else shares_over(evidence, [step])
+
+
 def _full(totals: StepTotals, evidence: Evidence) -> bool:
     """Whether steps are as large as they may be, in general and here."""
     whole, most = evidence.totals, evidence.facts.tokens_step_max

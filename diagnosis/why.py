@@ -4,11 +4,12 @@ Why one request took so long.
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
 from diagnosis.causes import BY_NAME, CAUSES
-from diagnosis.split import Split, shares_over, split
+from diagnosis.split import Split, shares_in_gap, shares_over, split
 from telemetry.evidence import Evidence
 from telemetry.records import RequestRecord, StepRecord, request_of
 
@@ -21,8 +22,18 @@ WORTH = 0.02
 """Of the request's time: less is not a cause."""
 BLAMED, BLAMED_UNUSUAL = 0.2, 0.1
 """Of the request's time, what a fault must have taken to be named before the request's own work; if it is unusual."""
-UNREAD_NS = 20_000_000
-"""Shorter than that nothing is said of what came before a request was taken up."""
+UNREAD_NS, UNREAD_LONG_NS = 20_000_000, 150_000_000
+"""
+Shorter than that nothing is said of what came before a request was taken up, and nobody is blamed for it: a loop on a
+busy machine is late by some ten ms at times.
+"""
+PAUSE_NS = 100_000_000
+"""A gap between tokens that a reader notices, if it is also PAUSE_TIMES as long as the others."""
+PAUSE_TIMES = 5
+PAUSE_WORTH = 0.5
+"""Of such a gap, what a cause must carry to be named."""
+NO_ENGINE = ("no_healthy_engine", "engine_lost")
+"""Outcomes of who would have been served if there had been an engine."""
 UNUSUAL = 1.5
 """So many times what it usually takes."""
 
@@ -61,7 +72,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True, rename={"absent": "not"}):
     outcome: str | None
     e2e_ns: int
     summary: str
-    blamed: str | None  # of the causes, the fault that the summary names; None: it was its own work
+    blamed: str | None  # the fault that made it slow, pause or fail, if there was one; None: it was its own work
     causes: tuple[Finding, ...]
     others: tuple[Other, ...]
     steps_known: int  # of the steps that it was in, those that are still remembered
@@ -88,12 +99,13 @@ def why(record: RequestRecord, evidence: Evidence) -> Why:
         for name, spent_ns in sorted(found.items(), key=lambda one: -one[1])
         if spent_ns >= WORTH * e2e_ns or BY_NAME[name].ordinary
     )
+    blames = list(_blames(record, e2e_ns, findings, evidence))
     return Why(
         request_id=record.request_id,
         outcome=record.outcome or None,
         e2e_ns=e2e_ns,
-        summary=_summary(record, e2e_ns, findings),
-        blamed=next((one.cause for one in findings if not BY_NAME[one.cause].ordinary and _is_blamed(one)), None),
+        summary=_summary(record, e2e_ns, findings, blames),
+        blamed=blames[0].cause if blames else None,
         causes=findings,
         others=_others(record, steps, evidence),
         steps_known=len(steps),
@@ -155,24 +167,62 @@ def _names(evidence: Evidence) -> Mapping[tuple[int, int], str]:
     }
 
 
-def _summary(record: RequestRecord, e2e_ns: int, findings: Sequence[Finding]) -> str:
-    """One sentence."""
-    whole = f"{duration(e2e_ns)}"
-    faults = [one for one in findings if not BY_NAME[one.cause].ordinary and _is_blamed(one)]
-    blamed = faults or findings
-    if not blamed:
-        return f"It took {whole}."
-    first = blamed[0]
-    usual = "" if first.baseline_ns is None else f" (usually {duration(first.baseline_ns)})"
-    about = "about " if first.estimate else ""
-    said = f"Of {whole}, {about}{duration(first.ns)}, {first.share:.0%}, went because {first.words}{usual}."
-    if not faults:
-        said += " Nothing else is worth a word."
-    if record.unread_ns >= WORTH * e2e_ns and record.unread_ns >= UNREAD_NS:
-        said += f" Before that it may have lain unread for {duration(record.unread_ns)}: the event loop was held up."
+class _Blame(NamedTuple):
+    """A fault, and what is to be said of it beside what most of the time went into."""
+
+    cause: str
+    words: str
+
+
+def _blames(record: RequestRecord, e2e_ns: int, findings: Sequence[Finding], evidence: Evidence) -> Iterator[_Blame]:
+    """The worst first: that it was not served, then what made it slow, made it pause, or kept it from being read."""
+    if record.outcome in NO_ENGINE:
+        yield _Blame("cold_start", f"It was not served: {BY_NAME['cold_start'].words}.")
+    fault = _fault(findings)
+    if fault is not None:
+        yield _Blame(fault.cause, "")
+    pause = _pause(record, e2e_ns, evidence)
+    if pause is not None and (fault is None or pause.cause != fault.cause):
+        yield pause
+    if record.unread_ns >= UNREAD_LONG_NS and record.unread_ns >= BLAMED * (record.unread_ns + e2e_ns):
+        yield _Blame("event_loop", "")
+
+
+def _fault(findings: Sequence[Finding]) -> Finding | None:
+    """Of what it spent its time on, the first that ought not to be."""
+    return next((one for one in findings if not BY_NAME[one.cause].ordinary and _is_blamed(one)), None)
+
+
+def _pause(record: RequestRecord, e2e_ns: int, evidence: Evidence) -> _Blame | None:
+    """Its longest gap between tokens, if that is one to notice and a fault made it."""
+    gap_ns = record.gap_max_ns
+    mean_ns = (e2e_ns - record.first_token_ns) // max(1, record.output_tokens - 1)
+    if gap_ns < max(PAUSE_NS, PAUSE_TIMES * mean_ns):
+        return None
+    found = split(record.gap_states, record, shares_in_gap(record, shares_over(evidence), evidence), evidence)
+    cause = max(found, key=found.__getitem__)
+    if found[cause] < PAUSE_WORTH * gap_ns or BY_NAME[cause].ordinary:
+        return None
+    return _Blame(cause, f"Its longest gap between tokens, {duration(gap_ns)}, came because {BY_NAME[cause].words}.")
+
+
+def _summary(record: RequestRecord, e2e_ns: int, findings: Sequence[Finding], blames: Sequence[_Blame]) -> str:
+    """In sentences."""
+    said = [f"It took {duration(e2e_ns)}."]
+    if findings:
+        most = _fault(findings) or findings[0]
+        usual = "" if most.baseline_ns is None else f" (usually {duration(most.baseline_ns)})"
+        spent = f"{'about ' if most.estimate else ''}{duration(most.ns)}, {most.share:.0%}"
+        said = [f"Of {duration(e2e_ns)}, {spent}, went because {BY_NAME[most.cause].words}{usual}."]
+        if not blames:
+            said.append("Nothing else is worth a word.")
+    said += [one.words for one in blames if one.words]
+    if record.unread_ns >= max(UNREAD_NS, WORTH * e2e_ns):
+        lain = f"it may have lain unread for {duration(record.unread_ns)}"
+        said.append(f"Before that {lain}: the event loop was held up.")
     if record.first_token_ns:
-        said += f" The first token came after {duration(record.first_token_ns)}."
-    return said
+        said.append(f"The first token came after {duration(record.first_token_ns)}.")
+    return " ".join(said)
 
 
 def _is_blamed(one: Finding) -> bool:

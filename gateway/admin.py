@@ -136,7 +136,7 @@ async def admin_only(connection: AnyConnection, _: BaseRouteHandler) -> None:
     exchange = exchange_of(connection.scope)
     if not provide_admin(connection.app.state).knows(presented_key(exchange.headers)):
         _log.warning("admin key refused", client=connection.client.host if connection.client is not None else "")
-        raise await exchange.refused(errors.unauthorized("The admin key"))
+        raise errors.unauthorized("The admin key")
 
 
 AdminIs = NamedDependency[Admin]

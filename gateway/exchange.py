@@ -86,6 +86,7 @@ class Exchange:
             *cors.response_headers(options.cors_origins, self.headers),
         ]
         self._body_read = not _has_body(self.headers)
+        self._too_slow = False  # its body has been waited for long enough
         self._watching: asyncio.Task[None] | None = None
 
     # ---- the client's side
@@ -106,6 +107,8 @@ class Exchange:
             await self._settle_limits()
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            if not self._body_read and not self._too_slow:
+                await self._take_rest()
             more = [(b"server-timing", self._timing())]
             more += [(name.encode(), value.encode("latin-1")) for name, value in self.ticket.headers.items()]
             own = headers.missing(message["headers"])
@@ -182,18 +185,19 @@ class Exchange:
         options = self._options
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-            raise await self.refused(errors.media_type())
+            raise errors.media_type()
         declared = self.headers.get("content-length", "0")
         if declared.isdigit() and int(declared) > options.body_bytes_max:
-            raise await self.refused(errors.too_large(options.body_bytes_max))
+            raise errors.too_large(options.body_bytes_max)
         body = bytearray()
         try:
             async with asyncio.timeout(options.body_timeout_s):
                 while not self._body_read:
                     body += await self._chunk()
                     if len(body) > options.body_bytes_max:
-                        raise await self.refused(errors.too_large(options.body_bytes_max))
+                        raise errors.too_large(options.body_bytes_max)
         except TimeoutError:
+            self._too_slow = True
             raise errors.too_slow(options.body_timeout_s) from None
         return bytes(body)
 
@@ -204,18 +208,13 @@ class Exchange:
         chunk: bytes = message["body"]
         return chunk
 
-    async def refused(self, error: ApiError) -> ApiError:
-        """
-        An error to raise before the body is read.
-
-        Takes what is left of a body of moderate size: closing on a client that writes loses our answer.
-        """
+    async def _take_rest(self) -> None:
+        """Of a body that nobody wanted, up to a moderate size: closing on a client that writes loses our answer."""
         taken = 0
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, ApiError):
             async with asyncio.timeout(_LINGER_S):
                 while not self._body_read and taken < self._options.body_bytes_max:
                     taken += len(await self._chunk())
-        return error
 
     # ---- the end
 

@@ -88,10 +88,7 @@ class Gateway:
     async def authenticate(self, exchange: Exchange) -> None:
         """For all routes but those of the probes.  Raises ApiError."""
         exchange.book.enter("auth", clock.now_ns())
-        try:
-            exchange.ticket = await self.admission.admit(exchange.headers)
-        except ApiError as error:
-            raise await exchange.refused(error) from None
+        exchange.ticket = await self.admission.admit(exchange.headers)
         exchange.book.enter("parse", clock.now_ns())
         exchange.live.tenant = exchange.ticket.tenant
 
@@ -168,7 +165,7 @@ class Gateway:
         """Take a place before any of the body is kept: reading, template and tokenizer all let others in between."""
         if len(self._places) >= self.options.requests_here_max:
             message = f"{self.options.requests_here_max} requests are in flight already; try again later."
-            raise await exchange.refused(errors.overloaded(message))
+            raise errors.overloaded(message)
         self._places.add(exchange)
 
     async def _take(self, exchange: Exchange) -> tuple[bytes, Pool | None]:

@@ -732,7 +732,7 @@ VIEW_METRICS = (
     Metric(
         name="pellucid_gateway_starved_seconds_total",
         kind="counter",
-        help="How long a thread of the gateway could have run and had no processor, the one it happened to most.",
+        help="How long the gateway's event loop could have run and had no processor.",
         unit="seconds",
         divisor=NS_PER_S,
         of_view=lambda view: [((), view.starved_ns)],

@@ -10,6 +10,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -71,10 +72,11 @@ class RunDelay:
             self._forget(task)
         for task in tasks:
             if task not in self._files:
-                try:
-                    self._files[task] = os.open(f"/proc/self/task/{task}/schedstat", os.O_RDONLY)
-                except OSError:
-                    continue
+                self._look_at(task)
+
+    def look_at_this_thread(self) -> None:
+        """At the one that calls, and, unless others are looked for, at no other."""
+        self._look_at(str(threading.get_native_id()))
 
     def take_ns(self) -> int:
         """Since the last call, of the thread that has waited longest."""
@@ -93,6 +95,10 @@ class RunDelay:
         """Open files are given back."""
         for task in list(self._files):
             self._forget(task)
+
+    def _look_at(self, task: str) -> None:
+        with suppress(OSError):
+            self._files[task] = os.open(f"/proc/self/task/{task}/schedstat", os.O_RDONLY)
 
     def _forget(self, task: str) -> None:
         os.close(self._files.pop(task))

@@ -46,7 +46,7 @@ class RuntimeSampler:
         self._lag_ns = 0
         self._due_ns = 0
         self.starved_ns = 0
-        """How long a thread of this process could have run and had no processor, as of the last look."""
+        """How long the thread of the event loop could have run and had no processor, as of the last look."""
 
     def overlaps(self, now_ns: int) -> Overlaps:
         """All of it so far; by what the loop is late just now counts already."""
@@ -57,7 +57,7 @@ class RuntimeSampler:
         """Begin to measure, on the running event loop."""
         assert self._sampling is None, "started twice"
         self._pauses.start()
-        self._delay.look_for_threads()
+        self._delay.look_at_this_thread()
         self._sampling = asyncio.create_task(self._sample_for_ever(), name="event loop lag")
 
     async def stop(self) -> None:

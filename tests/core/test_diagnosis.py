@@ -197,13 +197,32 @@ def test_requests_that_found_no_engine_are_a_finding_of_their_own() -> None:
     refused = {"outcome": "no_healthy_engine", "status": 503}
     evidence.requests += [request(number, {"auth": 1, "parse": 1}, **refused) for number in range(100, 110)]
     assert [one.cause for one in examine(evidence).findings] == ["cold_start"]
+    answer = why(evidence.requests[-1], evidence)
+    assert answer.blamed == "cold_start" and "It was not served" in answer.summary
 
 
 def test_what_lay_unread_is_in_no_book_and_said_all_the_same() -> None:
     evidence = healthy()
     evidence.requests.append(request(100, QUIET, unread_ns=400 * MS))
     assert [one.cause for one in examine(evidence).findings] == ["event_loop"]
-    assert "lain unread for 400.0 ms" in why(evidence.requests[-1], evidence).summary
+    answer = why(evidence.requests[-1], evidence)
+    assert "lain unread for 400.0 ms" in answer.summary and answer.blamed == "event_loop"
+
+
+def test_a_pause_has_a_cause_of_its_own_though_most_of_the_time_was_work() -> None:
+    evidence = healthy()
+    gap = {"gap_max_ns": 400 * MS, "gap_states": {"decode": 10 * MS, "deliver": 390 * MS}, "loop_lag_ns": 395 * MS}
+    paused = request(100, QUIET | {"decode": 1600, "deliver": 160}, output_tokens=150, **gap)
+    answer = why(paused, evidence)
+    assert answer.blamed == "event_loop"
+    assert "Its longest gap between tokens, 400.0 ms, came because" in answer.summary
+    assert "Nothing else" not in answer.summary
+    short = msgspec.structs.replace(paused, gap_max_ns=90 * MS, gap_states={"deliver": 90 * MS})
+    assert why(short, evidence).blamed is None
+    slow_throughout = msgspec.structs.replace(paused, output_tokens=10)
+    assert why(slow_throughout, evidence).blamed is None
+    computing = msgspec.structs.replace(paused, gap_states={"decode": 400 * MS})
+    assert why(computing, evidence).blamed is None
 
 
 def test_two_ranks_that_are_late_in_turns_are_no_straggler() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from diagnosis.why import NO_ENGINE
 from tests.faults.appliance import Patient, Row
 from tests.faults.injections import Fault, Hurts, Strength, afflicted
 from tests.faults.load import Background, come, introduce
@@ -78,8 +79,7 @@ async def examine(patient: Patient, fault: Fault | None, strength: Strength, see
     sufferer = worst(rows, fault.hurts, began_ns) if fault is not None and fault.hurts is not None else None
     if sufferer is not None:
         found = await patient.get(f"/debug/why/{sufferer['request_id']}")
-        # As a person reads it: where nothing is blamed, nothing was found.
-        why = tuple(cause for cause in causes_of(found["causes"]) if cause not in OWN_WORK) if found["blamed"] else ()
+        why = named(found)
         raw |= {"why": found, "request": sufferer}
     await asyncio.sleep(SETTLE_S)
     await patient.quiet()
@@ -94,14 +94,28 @@ async def examine(patient: Patient, fault: Fault | None, strength: Strength, see
     )
 
 
+def named(answer: Row) -> tuple[str, ...]:
+    """As a person reads what `why` says: who is blamed, then what else took time; if nobody is, nothing was found."""
+    blamed = answer["blamed"]
+    others = (cause for cause in causes_of(answer["causes"]) if cause not in (*OWN_WORK, blamed))
+    return (str(blamed), *others) if blamed else ()
+
+
 def worst(rows: Sequence[Row], hurts: Hurts, began_ns: int) -> Row | None:
-    """Of the requests for tokens that began since then and have ended as they should."""
+    """
+    Of the requests for tokens that began since then.  Who had no engine is worse off than whoever was slow; what else
+    failed is not asked about.
+    """
+
+    def harm(row: Row) -> tuple[bool, int]:
+        return row["outcome"] in NO_ENGINE, msgspec.convert(row[hurts], int)
+
     own = [
         row
         for row in rows
-        if row["outcome"] in ("stop", "length") and msgspec.convert(row["accepted_ns"], int) >= began_ns
+        if row["outcome"] in ("stop", "length", *NO_ENGINE) and msgspec.convert(row["accepted_ns"], int) >= began_ns
     ]
-    return max(own, key=lambda row: msgspec.convert(row[hurts], int), default=None)
+    return max(own, key=harm, default=None)
 
 
 def causes_of(findings: object) -> tuple[str, ...]:

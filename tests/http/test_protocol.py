@@ -2,8 +2,11 @@
 Heads of requests, byte by byte.
 """
 
+import contextlib
+import http.client
 import json
 import socket
+import time
 
 import pytest
 
@@ -78,3 +81,28 @@ def test_a_connection_that_has_been_answered_may_rest(custom: Custom) -> None:
         raw.settimeout(0.6)
         with pytest.raises(TimeoutError):
             raw.recv(1)
+
+
+@pytest.mark.parametrize("path", ["/openapi.json", "/health", "/v1/models", "/debug/kv", "/", "/nothing"])
+def test_a_body_that_nobody_asked_for_costs_neither_the_answer_nor_the_connection(
+    shell: LiveGateway, path: str
+) -> None:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", shell.port)) as client:
+        for pause_s in (0.0, 0.0, 0.005, 0.02):
+            client.putrequest("GET", path)
+            client.putheader("Content-Length", str(len(BODY)))
+            client.endheaders()
+            time.sleep(pause_s)
+            client.send(BODY)
+            answer = client.getresponse()
+            assert answer.status in (200, 404) and len(answer.read()) == int(answer.headers["content-length"])
+            assert not answer.will_close
+
+
+def test_a_body_that_nobody_asked_for_and_that_does_not_come_is_not_waited_for_long(shell: LiveGateway) -> None:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", shell.port)) as client:
+        client.putrequest("GET", "/health")
+        client.putheader("Content-Length", "5")
+        client.endheaders()
+        answer = client.getresponse()
+        assert answer.status == 200 and answer.will_close and answer.read()

@@ -84,6 +84,14 @@ def test_threads_that_end_are_forgotten() -> None:
     assert delay._files == {}
 
 
+@needs_schedstat
+def test_one_thread_alone_may_be_looked_at() -> None:
+    delay = RunDelay()
+    delay.look_at_this_thread()
+    assert list(delay._files) == [str(threading.get_native_id())]
+    delay.close()
+
+
 def test_memory_is_read() -> None:
     before = read_memory()
     block = bytearray(os.urandom(1)) * 50_000_000
