@@ -23,9 +23,9 @@ CARRIES = 0.2
 """Of a quantity of the slowest, what a cause must carry to be reported."""
 FELT_NS = 20_000_000
 """And so long it must be, of one request."""
-CROWD_NS = 150_000_000
-"""The same for what others' work does: where several are served, some of that is as it should be."""
-CROWD = ("neighbours", "concurrency", "step_tokens", "cpu_starvation")
+CROWD_NS, STARVED_NS = 150_000_000, 50_000_000
+"""The same for what others' work does: where several are served, or other programs run, some of it is as usual."""
+LEAST_NS = dict.fromkeys(("neighbours", "concurrency", "step_tokens"), CROWD_NS) | {"cpu_starvation": STARVED_NS}
 GROWTH_BYTES_PER_S_MIN = 300_000.0
 GROWTH_BYTES_MIN = {"gateway": 128_000_000}
 """In all, before it is worth a word: a gateway remembers requests and steps, up to so much."""
@@ -107,7 +107,11 @@ def examine(evidence: Evidence) -> Report:
             whole = max(1, sum(parts.values()))
             for cause, spent_ns in parts.items():
                 felt_ns = spent_ns // len(slowest)
-                if spent_ns >= CARRIES * whole and felt_ns >= _least(cause) and not BY_NAME[cause].ordinary:
+                if (
+                    spent_ns >= CARRIES * whole
+                    and felt_ns >= LEAST_NS.get(cause, FELT_NS)
+                    and not BY_NAME[cause].ordinary
+                ):
                     shown = f"the {quantity.title} at {tail}"
                     carried.setdefault(cause, {})[name] = Carried(spent_ns / whole, felt_ns, shown)
     found = [_diagnosis(name, shares, evidence) for name, shares in carried.items()]
@@ -124,10 +128,6 @@ def examine(evidence: Evidence) -> Report:
 def _failed(record: RequestRecord) -> bool:
     """Who was refused was not slow; who left may have left because it was."""
     return record.status >= 400 and record.status != 499
-
-
-def _least(cause: str) -> int:
-    return CROWD_NS if cause in CROWD else FELT_NS
 
 
 def _taken_apart(record: RequestRecord, quantity: Quantity, usual: Shares, evidence: Evidence) -> Split:

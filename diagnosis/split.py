@@ -157,13 +157,19 @@ def _add(found: Split, cause: str, spent_ns: int) -> None:
 
 
 def _gateway(found: Split, states: Mapping[str, int], record: RequestRecord) -> None:
-    """What overlaps comes first: a loop that is held up makes everything that it does look slow."""
+    """
+    What overlaps comes first: a loop that is held up makes everything that it does look slow.
+
+    It is held up, and collects, while it works on something; for a processor it waits at any time, so of that these
+    states have their share.
+    """
     redis_ns = sum(states.get(state, 0) for state in _REDIS)
     own_ns = sum(states.get(state, 0) for state in _GATEWAY)
+    e2e_ns = max(1, record.finished_ns - record.accepted_ns)
     overlaps = {
+        "event_loop": record.loop_lag_ns,
         "garbage_collection": record.gc_pause_ns,
-        "cpu_starvation": record.starved_ns,
-        "event_loop": record.loop_lag_ns - record.gc_pause_ns - record.starved_ns,
+        "cpu_starvation": record.starved_ns * (own_ns + redis_ns) // e2e_ns,
     }
     for cause, overlap_ns in overlaps.items():
         taken_ns = min(max(0, overlap_ns), own_ns + redis_ns)

@@ -338,7 +338,7 @@ class Exchange:
             unread_ns=self._disturbed.late_ns,
             repeated_tokens=self.live.repeated_tokens,
             gc_pause_ns=disturbed.gc_pause_ns - self._disturbed.gc_pause_ns,
-            loop_lag_ns=disturbed.loop_lag_ns - self._disturbed.loop_lag_ns,
+            loop_lag_ns=max(0, disturbed.loop_lag_ns - self._disturbed.loop_lag_ns),
             starved_ns=disturbed.starved_ns - self._disturbed.starved_ns,
         )
 

@@ -236,7 +236,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     unread_ns: int = 0  # before `accepted_ns`: as late as the gateway's event loop was, it may have lain unread
     repeated_tokens: int = 0  # of its prompt, as many as a prompt before it began with: what a prefix cache could find
     gc_pause_ns: int = 0  # of the gateway, while it was here: overlaps with its states
-    loop_lag_ns: int = 0  # by how much the gateway's event loop woke up late, while it was here: overlaps, too
+    loop_lag_ns: int = (
+        0  # by how much its event loop was late beside that and the next, while it was here: overlaps, too
+    )
     starved_ns: int = 0  # in which the gateway's event loop could have run and had no processor: overlaps, too
 
     def imbalance(self) -> int:

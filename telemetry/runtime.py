@@ -14,6 +14,8 @@ from telemetry import clock
 from telemetry.disturbance import GcPauses, RunDelay
 
 LAG_PERIOD_S = 0.1
+LATE_NS = 1_000_000
+"""From here on it is asked why the loop is late just now: that is a system call."""
 LOOP_LAG = "pellucid_event_loop_lag_seconds"
 GC_PAUSE = "pellucid_gc_pause_seconds"
 
@@ -26,10 +28,11 @@ class Observer(Protocol):
 
 
 class Overlaps(NamedTuple):
-    """Times that overlap with the states of requests."""
+    """Times that overlap with the states of requests, and not with each other."""
 
     gc_pause_ns: int
     loop_lag_ns: int
+    """By how much the event loop was late for neither of the other reasons: something held it up."""
     starved_ns: int
     late_ns: int
     """By how much the event loop is late just now: as long may lie unread what it takes up next."""
@@ -44,14 +47,16 @@ class RuntimeSampler:
         self._pauses = GcPauses(self._on_pause)
         self._delay = RunDelay()
         self._lag_ns = 0
-        self._due_ns = 0
+        self._due_ns = 0  # when the loop should wake up at the end of this period; 0: there is none
+        self._collected_ns = self._starved_ns = 0  # as they were when it began
         self.starved_ns = 0
         """How long the thread of the event loop could have run and had no processor, as of the last look."""
 
     def overlaps(self, now_ns: int) -> Overlaps:
         """All of it so far; by what the loop is late just now counts already."""
-        late_ns = max(0, now_ns - self._due_ns) if self._due_ns else 0
-        return Overlaps(self._pauses.total_ns, self._lag_ns + late_ns, self.starved_ns, late_ns)
+        late_ns = self._late_ns(now_ns)
+        held_ns = self._held_ns(late_ns) if late_ns >= LATE_NS else 0
+        return Overlaps(self._pauses.total_ns, self._lag_ns + held_ns, self.starved_ns, late_ns)
 
     def start(self) -> None:
         """Begin to measure, on the running event loop."""
@@ -74,12 +79,21 @@ class RuntimeSampler:
 
     async def _sample_for_ever(self) -> None:
         while True:
+            self._collected_ns, self._starved_ns = self._pauses.total_ns, self.starved_ns
             self._due_ns = clock.now_ns() + int(LAG_PERIOD_S * 1e9)
             await asyncio.sleep(LAG_PERIOD_S)
-            late_ns = max(0, clock.now_ns() - self._due_ns)
-            self._lag_ns += late_ns
-            self.starved_ns += self._delay.take_ns()
+            late_ns = self._late_ns(clock.now_ns())
+            self._lag_ns += self._held_ns(late_ns)
             self._observer.observe(LOOP_LAG, late_ns)
+
+    def _late_ns(self, now_ns: int) -> int:
+        return max(0, now_ns - self._due_ns) if self._due_ns else 0
+
+    def _held_ns(self, late_ns: int) -> int:
+        """Of a lateness, what neither collections nor the want of a processor in this period explain."""
+        self.starved_ns += self._delay.take_ns()
+        elsewhere_ns = self._pauses.total_ns - self._collected_ns + self.starved_ns - self._starved_ns
+        return max(0, late_ns - elsewhere_ns)
 
     def _on_pause(self, generation: int, pause_ns: int) -> None:
         self._observer.observe(GC_PAUSE, pause_ns, (str(generation),))

@@ -212,6 +212,7 @@ def test_what_lay_unread_is_in_no_book_and_said_all_the_same() -> None:
 def test_a_pause_has_a_cause_of_its_own_though_most_of_the_time_was_work() -> None:
     evidence = healthy()
     gap = {"gap_max_ns": 400 * MS, "gap_states": {"decode": 10 * MS, "deliver": 390 * MS}, "loop_lag_ns": 395 * MS}
+    gap["starved_ns"] = 900 * MS  # most of it while the engine had the request anyway
     paused = request(100, QUIET | {"decode": 1600, "deliver": 160}, output_tokens=150, **gap)
     answer = why(paused, evidence)
     assert answer.blamed == "event_loop"

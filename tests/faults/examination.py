@@ -103,12 +103,13 @@ def named(answer: Row) -> tuple[str, ...]:
 
 def worst(rows: Sequence[Row], hurts: Hurts, began_ns: int) -> Row | None:
     """
-    Of the requests for tokens that began since then.  Who had no engine is worse off than whoever was slow; what else
-    failed is not asked about.
+    Of the requests for tokens that began since then.  Who lost an engine in the middle is worst off, then who found
+    none, then who was slow; what else failed is not asked about.
     """
 
-    def harm(row: Row) -> tuple[bool, int]:
-        return row["outcome"] in NO_ENGINE, msgspec.convert(row[hurts], int)
+    def harm(row: Row) -> tuple[bool, bool, int]:
+        interrupted = row["outcome"] == "engine_lost" or row["resumes"] != 0
+        return interrupted, row["outcome"] in NO_ENGINE, msgspec.convert(row[hurts], int)
 
     own = [
         row
