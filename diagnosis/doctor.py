@@ -15,7 +15,7 @@ from diagnosis.causes import BY_NAME
 from diagnosis.slope import slope
 from diagnosis.split import Shares, Split, shares_in_gap, shares_over, split
 from diagnosis.why import NO_ENGINE, UNREAD_LONG_NS, duration
-from telemetry.evidence import Evidence, Memory
+from telemetry.evidence import GATEWAY, Evidence, Memory
 from telemetry.records import RequestRecord
 
 EvidenceValue = int | float | str
@@ -27,7 +27,7 @@ CROWD_NS, STARVED_NS = 150_000_000, 50_000_000
 """The same for what others' work does: where several are served, or other programs run, some of it is as usual."""
 LEAST_NS = dict.fromkeys(("neighbours", "concurrency", "step_tokens"), CROWD_NS) | {"cpu_starvation": STARVED_NS}
 GROWTH_BYTES_PER_S_MIN = 300_000.0
-GROWTH_BYTES_MIN = {"gateway": 128_000_000}
+GROWTH_BYTES_MIN = {GATEWAY: 128_000_000}
 """In all, before it is worth a word: a gateway remembers requests and steps, up to so much."""
 GROWTH_BYTES_ELSE = 8_000_000
 UNSERVED_MIN = 3
@@ -87,6 +87,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     tails: dict[str, Tail]
     findings: tuple[Diagnosis, ...]
+    workers_silent: tuple[int, ...] = ()  # workers of the gateway that did not answer: what they know is missing
 
 
 def examine(evidence: Evidence) -> Report:
@@ -122,6 +123,7 @@ def examine(evidence: Evidence) -> Report:
         steps=evidence.totals.steps,
         tails=tails,
         findings=tuple(sorted(found, key=lambda one: -one.share)),
+        workers_silent=evidence.workers_silent,
     )
 
 
@@ -260,6 +262,6 @@ def _growth(memory: Memory) -> Iterable[tuple[float, float, str, int]]:
     for process, samples in memory.items():
         interval = slope([(at_ns / 1e9, float(size)) for at_ns, size in samples])
         grown = samples[-1][1] - samples[0][1] if samples else 0
-        enough = grown >= GROWTH_BYTES_MIN.get(process, GROWTH_BYTES_ELSE)
+        enough = grown >= GROWTH_BYTES_MIN.get(process.partition(" ")[0], GROWTH_BYTES_ELSE)
         if enough and interval is not None and interval[0] >= GROWTH_BYTES_PER_S_MIN:
             yield *interval, process, samples[-1][1]

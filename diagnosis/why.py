@@ -77,6 +77,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True, rename={"absent": "not"}):
     others: tuple[Other, ...]
     steps_known: int  # of the steps that it was in, those that are still remembered
     absent: tuple[Absent, ...]
+    workers_silent: tuple[int, ...] = ()  # workers of the gateway that did not answer: what they know is missing
 
 
 def why(record: RequestRecord, evidence: Evidence) -> Why:
@@ -116,6 +117,7 @@ def why(record: RequestRecord, evidence: Evidence) -> Why:
             and found.get(cause.name, 0) < WORTH * e2e_ns
             and (evidence.totals.steps or not cause.estimated)  # Without steps nobody can tell.
         ),
+        workers_silent=evidence.workers_silent,
     )
 
 

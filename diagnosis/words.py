@@ -26,7 +26,7 @@ def why_lines(answer: Why) -> list[str]:
         lines += [f"  {one.title}: {one.change}" for one in changes]
     if answer.absent:
         lines += ["", "What it is not: " + "; ".join(one.words for one in answer.absent) + "."]
-    return lines
+    return lines + _silent(answer.workers_silent)
 
 
 def report_lines(report: Report) -> list[str]:
@@ -48,7 +48,16 @@ def report_lines(report: Report) -> list[str]:
         lines.append(f"{number}. {one.title}: {one.words}.")
         lines += [f"     {name} = {_shown(value)}" for name, value in one.evidence.items()]
         lines.append(f"   What would help: {one.change}.")
-    return lines
+    return lines + _silent(report.workers_silent)
+
+
+def _silent(workers: tuple[int, ...]) -> list[str]:
+    numbers = ", ".join(map(str, workers))
+    return (
+        ["", f"Workers of the gateway that did not answer, so that their part is missing: {numbers}."]
+        if workers
+        else []
+    )
 
 
 def _shown(value: int | float | str) -> str:

@@ -9,7 +9,7 @@ Every way in which a request can fail, as the client sees it.
 Foreign failures are mapped in two places: `of_finish` for what an engine says, `of_http` for what the framework says.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -168,6 +168,12 @@ def context_exceeded(*, prompt_tokens: int, tokens_max: int, context_max: int, p
         f"{prompt_tokens + tokens_max} tokens ({prompt_tokens} in the prompt, {tokens_max} for the output)."
     )
     return ApiError(400, "context_length_exceeded", message, param=param)
+
+
+def not_remembered(silent: Sequence[int]) -> ApiError:
+    """No worker that has answered knows that request; those in `silent` have not."""
+    missing = f" Workers that do not answer: {list(silent)}." if silent else ""
+    return ApiError(404, "not_found", f"No such request is remembered.{missing}", outcome="not_found")
 
 
 def model_not_found(model: str) -> ApiError:

@@ -11,7 +11,6 @@ from diagnosis.doctor import Report, examine
 from diagnosis.why import Other, Why, why
 from gateway import errors
 from gateway.admission import Ticket
-from gateway.errors import ApiError
 from gateway.siblings import Siblings
 from telemetry import clock
 from telemetry.evidence import Evidence
@@ -36,10 +35,10 @@ class Explain:
 
     async def request(self, request_id: str, ticket: Ticket) -> Why:
         """Why this one took so long.  Raises ApiError: it is unknown, or not for these eyes."""
-        records = await self._siblings.records(request_id)
+        records, silent = await self._siblings.records(request_id)
         record = max((one for one in records if ticket.sees(one.tenant)), key=_accepted_ns, default=None)
         if record is None:
-            raise ApiError(404, "not_found", "No such request is remembered.", outcome="not_found")
+            raise errors.not_remembered(silent)
         evidence = await self._evidence(WHY_WINDOW_S)
         seen = {one.request_id for one in evidence.requests if ticket.sees(one.tenant)}
         answer = why(record, evidence)

@@ -20,7 +20,7 @@ from gateway.admission import Ticket
 from gateway.backend import Backend
 from gateway.exchange import Exchange
 from gateway.generation import Event
-from gateway.siblings import Siblings
+from gateway.siblings import Siblings, silent_json
 from telemetry import clock
 from telemetry.hub import Hub, Json, JsonObject
 from telemetry.records import STEP_PARTS, StepRecord
@@ -198,7 +198,7 @@ class Live:
         steps, seen = self._hub.steps(STEPS_MAX)
         self._number += 1
         snapshot = Snapshot(
-            self._common(served) | silent,
+            self._common(served) | silent_json(silent),
             number=self._number,
             steps=steps,
             fresh=min(STEPS_MAX, seen - self._steps_told),

@@ -21,7 +21,6 @@ from gateway.answers import Detokenized, Tokenized
 from gateway.backend import Backend
 from gateway.config import GatewayOptions
 from gateway.decode import T, check_token_ids, decode, of_body, split_prompts
-from gateway.errors import ApiError
 from gateway.exchange import Exchange
 from gateway.explain import Explain
 from gateway.generation import Event, Generation, to_the_end
@@ -30,7 +29,7 @@ from gateway.models import Models
 from gateway.planning import Asked, parameters, plan, weight_attributes
 from gateway.renderer import RendererBusy
 from gateway.repeats import Repeats
-from gateway.siblings import Siblings
+from gateway.siblings import Siblings, silent_json
 from gateway.stream import ChatWriter, CompletionWriter, Writer
 from gateway.template import TemplateError
 from gateway.tokens import ModelText
@@ -380,7 +379,8 @@ class Gateway:
     async def debug_requests(self, ticket: Ticket) -> dict[str, Json]:
         """The newest requests of all workers, as far as they are for these eyes."""
         requests, silent = await self.siblings.requests()
-        return {"requests": [ticket.shown(one) for one in requests if ticket.sees(str(one["tenant"]))], **silent}
+        shown: list[Json] = [ticket.shown(one) for one in requests if ticket.sees(str(one["tenant"]))]
+        return {"requests": shown} | silent_json(silent)
 
     async def debug_request(self, request_id: str, ticket: Ticket) -> dict[str, Json]:
         """The newest request of that name, whichever worker had it.  Raises ApiError: none for these eyes."""
@@ -388,8 +388,7 @@ class Gateway:
         for one in found:
             if ticket.sees(str(one["tenant"])):
                 return ticket.shown(one)
-        missing = f" Workers that do not answer: {silent['workers_silent']}." if silent else ""
-        raise ApiError(404, "not_found", f"No such request is remembered.{missing}", outcome="not_found")
+        raise errors.not_remembered(silent)
 
 
 def _where(index: int, given: Sequence[str | list[int]], asked: CompletionRequest) -> str:

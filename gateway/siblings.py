@@ -11,6 +11,7 @@ of all of them, and the numbers of one that does not answer are those that it ha
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar  # Any: msgspec resolves no JSON type that names itself
 
@@ -18,7 +19,7 @@ import msgspec
 import structlog
 
 from gateway.config import GatewayOptions
-from telemetry.evidence import Evidence
+from telemetry.evidence import GATEWAY, Evidence
 from telemetry.hub import Hub, Json, JsonObject
 from telemetry.numbers import Numbers, exposition, join
 from telemetry.records import RequestRecord
@@ -58,7 +59,7 @@ class _Serve(msgspec.Struct, frozen=True, tag="serve"):
 
 
 class _Records(msgspec.Struct, frozen=True, tag="records"):
-    """Which have ended since then?  -> list[RequestRecord]"""
+    """What has happened since then?  -> _Remembered"""
 
     since_ns: int
 
@@ -67,6 +68,15 @@ class _Record(msgspec.Struct, frozen=True, tag="record"):
     """Do you know this one, all of it?  -> list[RequestRecord], of one or none"""
 
     request_id: str
+
+
+class _Remembered(msgspec.Struct, frozen=True):
+    """What one worker alone can know."""
+
+    worker: int
+    requests: list[RequestRecord]
+    resident: list[tuple[int, int]]
+    """Its memory: when, in ns, and how many bytes."""
 
 
 _Question = _Count | _Newest | _Find | _Records | _Record | _Serve
@@ -112,14 +122,14 @@ class Siblings:
         self._write(own)
         return join([own, *answers, *written])
 
-    async def requests(self) -> tuple[list[JsonObject], JsonObject]:
+    async def requests(self) -> tuple[list[JsonObject], list[int]]:
         """The newest requests of all, newest first, and who has said nothing."""
         return await self._collect(_Newest())
 
-    async def find(self, request_id: str) -> tuple[list[JsonObject], JsonObject]:
+    async def find(self, request_id: str) -> tuple[list[JsonObject], list[int]]:
         """The requests of that name, newest first: each worker may know one.  And who has said nothing."""
         if len(request_id) > ID_CHARS_MAX:
-            return [], {}
+            return [], []
         return await self._collect(_Find(request_id))
 
     async def served(self) -> list[Served]:
@@ -129,26 +139,33 @@ class Siblings:
 
     async def evidence(self, since_ns: int) -> Evidence:
         """What has happened since then: the requests of all, and the steps, of which each worker hears."""
-        answers, _ = await self._ask(_Records(since_ns), list[RequestRecord])
+        answers, silent = await self._ask(_Records(since_ns), _Remembered)
         found = self._hub.evidence(since_ns)
-        found.requests += [record for answer in answers for record in answer]
+        found.workers_silent = tuple(silent)
+        if self._sockets:
+            found.memory[f"{GATEWAY} {self._worker}"] = found.memory.pop(GATEWAY, [])
+        for answer in answers:
+            found.requests += answer.requests
+            found.memory[f"{GATEWAY} {answer.worker}"] = answer.resident
         found.requests.sort(key=lambda record: record.finished_ns, reverse=True)
         return found
 
-    async def records(self, request_id: str) -> list[RequestRecord]:
-        """The requests of that name: each worker may know one.  One in flight is as if it ended now."""
+    async def records(self, request_id: str) -> tuple[list[RequestRecord], list[int]]:
+        """
+        The requests of that name: each worker may know one.  One in flight is as if it ended now.  And who has said
+        nothing.
+        """
         if len(request_id) > ID_CHARS_MAX:
-            return []
-        answers, _ = await self._ask(_Record(request_id), list[RequestRecord])
+            return [], []
+        answers, silent = await self._ask(_Record(request_id), list[RequestRecord])
         own = self._hub.record(request_id)
-        return [record for answer in answers for record in answer] + ([] if own is None else [own])
+        return [record for answer in answers for record in answer] + ([] if own is None else [own]), silent
 
-    async def _collect(self, question: _Newest | _Find) -> tuple[list[JsonObject], JsonObject]:
+    async def _collect(self, question: _Newest | _Find) -> tuple[list[JsonObject], list[int]]:
         answers, silent = await self._ask(question, list[dict[str, Any]])
         found = [*self._known(question), *(one for answer in answers for one in answer)]
         found.sort(key=_began_ns, reverse=True)
-        names: list[Json] = list(silent)
-        return found[:REQUESTS_MAX], {"workers_silent": names} if names else {}
+        return found[:REQUESTS_MAX], silent
 
     # ---- answering
 
@@ -175,7 +192,9 @@ class Siblings:
         if isinstance(question, _Serve):
             return msgspec.msgpack.encode(self._hub.served())
         if isinstance(question, _Records):
-            return msgspec.msgpack.encode(self._hub.evidence(question.since_ns).requests[:RECORDS_MAX])
+            known = self._hub.evidence(question.since_ns)
+            resident = known.memory.get(GATEWAY, [])
+            return msgspec.msgpack.encode(_Remembered(self._worker, known.requests[:RECORDS_MAX], resident))
         if isinstance(question, _Record):
             record = self._hub.record(question.request_id)
             return msgspec.msgpack.encode([] if record is None else [record])
@@ -227,6 +246,12 @@ class Siblings:
             except OSError as error:  # a full disk, say: they are shown all the same
                 _log.warning("what was counted cannot be kept", error=error.strerror)
         return data
+
+
+def silent_json(workers: Sequence[int]) -> JsonObject:
+    """What an answer says of those that gave none; nothing if there were none."""
+    names: list[Json] = list(workers)
+    return {"workers_silent": names} if names else {}
 
 
 def _began_ns(request: JsonObject) -> int:

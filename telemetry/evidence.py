@@ -24,6 +24,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 UNKNOWN = Facts()
 Memory = dict[str, list[tuple[int, int]]]
 """By process: when, in ns, and how many bytes were resident."""
+GATEWAY = "gateway"
+"""How a worker calls itself there; of several it is `gateway 1`."""
 Spot = tuple[int, int]
 """A replica, and the id of one of its steps."""
 
@@ -38,6 +40,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     memory: Memory = {}
     starts: int = 0  # engines that came, or came back, in it
     facts: Facts = UNKNOWN
+    workers_silent: tuple[int, ...] = ()  # workers of the gateway whose requests are missing: they did not answer
 
 
 def facts_of(details: Mapping[str, str], *, weights: str = "", kv_slots: int | None = None) -> Facts:

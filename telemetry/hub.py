@@ -21,7 +21,7 @@ from telemetry.books import request_mismatches, step_mismatches
 from telemetry.complaints import Complaints
 from telemetry.deliver import SpanExport
 from telemetry.disturbance import host_pressure_ns
-from telemetry.evidence import UNKNOWN, Evidence, Facts, facts_together
+from telemetry.evidence import GATEWAY, UNKNOWN, Evidence, Facts, facts_together
 from telemetry.export import exports
 from telemetry.flight import Records
 from telemetry.live import LiveRequest, TraceContext, accept_trace
@@ -280,7 +280,7 @@ class Hub:
             now_ns = clock.now_ns()
             if now_ns - sampled_ns >= SAMPLE_PERIOD_NS:
                 sampled_ns = now_ns
-                self._recent.sampled("gateway", now_ns, resident_bytes())
+                self._recent.sampled(GATEWAY, now_ns, resident_bytes())
             await asyncio.sleep(0 if pending else PUMP_PERIOD_S)
 
     def _pump_all(self) -> None:

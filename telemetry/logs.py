@@ -144,7 +144,8 @@ class _LineHandler(logging.Handler):
                 self.dropped += 1
                 return
             self._lines.append(line)
-            self._change.notify_all()
+            if len(self._lines) == 1:  # With more, the writer has been told, and will find them all.
+                self._change.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until the queue is empty and the last line written."""

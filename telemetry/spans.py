@@ -13,8 +13,10 @@ critical path that is true.  This module knows no SDK; `telemetry.export` does.
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from telemetry import clock, names
 from telemetry.live import Attribute, LiveRequest, TraceContext
@@ -55,8 +57,7 @@ class SlowestSteps(NamedTuple):
 NO_STEPS = SlowestSteps((), 0, ())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpanData:
+class SpanData(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One span, its times in nanoseconds of the wall clock."""
 
     name: str
@@ -120,7 +121,7 @@ def request_spans(
         attributes = _gen_ai_attributes(record, live, operation)
         name = f"{operation} {record.model}".rstrip()
         generation = child(root, name, root.started_ns, root.ended_ns, attributes | slowest.attributes(), failed)
-        spans.append(replace(generation, links=slowest.links))
+        spans.append(msgspec.structs.replace(generation, links=slowest.links))
     spans += _phase_spans(record, spans[-1], started_ns)
     assert len(spans) <= SPANS_MAX
     return spans

@@ -201,6 +201,12 @@ def test_requests_that_found_no_engine_are_a_finding_of_their_own() -> None:
     assert answer.blamed == "cold_start" and "It was not served" in answer.summary
 
 
+def test_each_worker_may_remember_as_much_as_one_gateway() -> None:
+    grown = [(n * 1000 * MS, 200_000_000 + n * 3_000_000) for n in range(20)]
+    for process, suspected in (("gateway", False), ("gateway 1", False), ("engine 1", True)):
+        assert bool(examine(healthy(memory={process: grown})).findings) is suspected
+
+
 def test_what_lay_unread_is_in_no_book_and_said_all_the_same() -> None:
     evidence = healthy()
     evidence.requests.append(request(100, QUIET, unread_ns=400 * MS))

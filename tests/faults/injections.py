@@ -236,6 +236,7 @@ def by_dial(cause: str, dial: Dial, hurts: Hurts | None, values: tuple[float, fl
 
 DEFAULT = Setup()
 TWO_RANKS = Setup(("--tensor-parallel", "2"))
+TWO_REPLICAS = Setup(("--replicas", "2"))
 SMALL_BATCH = Setup(("--max-batch", "4"))
 SMALL_KV = Setup(("--kv-memory", "16MiB"))
 TINY_KV = Setup(("--kv-memory", "8MiB"))
@@ -250,7 +251,7 @@ MANY_STORIES = Background(rate_s=5.0, tokens=(60, 100))
 LONG_PROMPTS = Background(rate_s=1.0, words=(1000, 1300), tokens=(8, 16))
 
 
-def _common(words: float) -> Background:
+def common(words: float) -> Background:
     """So many words of 400 are the same for all."""
     rest = 400 - int(words)
     return Background(rate_s=1.5, words=(rest, rest + 10), tokens=(4, 8), beginnings=1, beginning_words=int(words))
@@ -289,7 +290,7 @@ FAULTS = (
     ),
     Fault(
         "prefix_off",
-        three(lambda n: Strength(f"{n / 4:g} %", setup=NO_PREFIXES, background=_common(n)), 240, 320, 380),
+        three(lambda n: Strength(f"{n / 4:g} %", setup=NO_PREFIXES, background=common(n)), 240, 320, 380),
         "first_token_ns",
     ),
     Fault(

@@ -16,13 +16,13 @@ import msgspec
 
 from tests.faults.appliance import started
 from tests.faults.examination import HEALTHY, RANKS, Verdict, examine, warm
-from tests.faults.injections import DEFAULT, FAULTS, TWO_RANKS, WITH_KEYS, Fault, Strength
+from tests.faults.injections import DEFAULT, FAULTS, TWO_RANKS, TWO_REPLICAS, WITH_KEYS, Fault, Strength, common
 from tests.faults.load import Background
 
 WINDOW_S = 7.0
 RIGHT_MIN = 0.95
 RATES_S = (1.0, 2.5, 5.0)
-HEALTHY_SETUPS = {"one process": DEFAULT, "two ranks": TWO_RANKS, "keys": WITH_KEYS}
+HEALTHY_SETUPS = {"one process": DEFAULT, "two ranks": TWO_RANKS, "keys": WITH_KEYS, "two replicas": TWO_REPLICAS}
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -34,10 +34,12 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def healthy() -> Iterator[Strength]:
-    """Nothing is wrong, at some rates on some setups."""
+    """Nothing is wrong, at some rates on some setups; nor with prompts that are long, or that the cache has."""
     for name, setup in HEALTHY_SETUPS.items():
         for rate_s in RATES_S:
             yield Strength(f"{name}, {rate_s:g}/s", setup=setup, background=Background(rate_s=rate_s))
+    yield Strength("long prompts", background=Background(rate_s=0.7, words=(300, 500), tokens=(8, 16)))
+    yield Strength("repeated prompts", background=common(320))
 
 
 def plan(causes: Sequence[str], strengths: Sequence[int], seeds: int) -> list[Run]:

@@ -183,6 +183,8 @@ def test_a_worker_that_is_stuck_is_left_out_and_named(both: Workers) -> None:
         assert listed["workers_silent"] == [1]
         series = both.metrics()
         missing = both.get("/debug/requests/nobody").json()["error"]["message"]
+        why = [both.get(f"/debug/why/stuck-{number}").json() for number in range(8)]
+        report = both.get("/debug/doctor").json()
     finally:
         both.processes[1].send_signal(signal.SIGCONT)
     assert total(series, "pellucid_gateway_workers_silent") == 1
@@ -191,6 +193,13 @@ def test_a_worker_that_is_stuck_is_left_out_and_named(both: Workers) -> None:
     memory = "pellucid_process_resident_memory_bytes"
     assert total(series, memory) < total(counted, memory), "what it sees now is not known"
     assert missing == "No such request is remembered. Workers that do not answer: [1]."
+    known = [one for one in why if "error" not in one]
+    assert 0 < len(known) < 8, "each has served some"
+    assert all(one["workers_silent"] == [1] for one in known)
+    assert {one["error"]["message"] for one in why if "error" in one} == {missing}
+    assert report["workers_silent"] == [1] and report["requests"] == len(known)
+    whole = both.get("/debug/doctor").json()
+    assert whole["workers_silent"] == [] and whole["requests"] >= 8
     until(lambda: "workers_silent" not in both.get("/debug/requests").json(), "it is not heard of again")
 
 
