@@ -108,6 +108,7 @@ class Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             if not self._body_read and not self._too_slow:
+                self.book.enter("parse", clock.now_ns())  # not what came before: keys, say, are not waited for
                 await self._take_rest()
             more = [(b"server-timing", self._timing())]
             more += [(name.encode(), value.encode("latin-1")) for name, value in self.ticket.headers.items()]

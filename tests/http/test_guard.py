@@ -85,6 +85,19 @@ def test_every_reason_for_a_refusal_looks_alike(guarded: Pair, guard: Guard) -> 
     assert (record.outcome, record.status, record.tenant) == ("unauthorized", 401, "")
 
 
+def test_the_rest_of_a_refused_body_is_not_waited_for_on_account_of_the_keys(guarded: Pair, guard: Guard) -> None:
+    guard.create()
+    with guarded[0].connect() as raw:
+        sent = raw_request(prompt(), "no-key", COMPLETIONS_URL)
+        raw.sendall(sent[:-1])
+        until(lambda: "no-key" in guarded[0].application.front.open, "it is not there")
+        time.sleep(0.3)  # what is waited for
+        raw.sendall(sent[-1:])
+        assert read_until(raw, b'"error"').startswith(b"HTTP/1.1 401")
+    record = guarded[0].record("no-key")
+    assert record.states["parse"] > 200_000_000 > record.states["auth"]
+
+
 def test_what_needs_a_key(guarded: Pair, guard: Guard) -> None:
     issued = guard.create()
     client = guarded[0].client
