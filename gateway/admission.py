@@ -92,6 +92,11 @@ class Ticket:
         """Whether all requests may be shown to it: there are no keys."""
         return self.identity is None
 
+    @property
+    def eyes(self) -> str | None:
+        """The tenant whose requests may be shown to it; None: those of all."""
+        return None if self.sees_all else self.tenant
+
     def sees(self, tenant: str) -> bool:
         """Whether requests of `tenant` may be shown to it."""
         return self.sees_all or tenant == self.tenant

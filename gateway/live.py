@@ -4,12 +4,13 @@ The live view: what this gateway and its engines are doing now, as server-sent e
     first viewer -> ticks begin: engines are asked what is before them, a snapshot is made -> each viewer's newest one
     last viewer gone -> no tick, no question to an engine, nothing kept
 
-One snapshot serves all viewers; it is encoded once for each tenant that looks.  A viewer has no queue: who reads slowly
-gets the newest snapshot when it is ready for one, and that as a whole, since it has missed news.
+One snapshot serves all viewers: workers are asked, and it is encoded, once for each tenant that looks.  A viewer has
+no queue: who reads slowly gets the newest snapshot when it is ready for one, and that as a whole, since it has missed
+news.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
 import msgspec
 import structlog
@@ -36,6 +37,9 @@ STREAM_S_MAX = 900.0
 STEPS_MAX = 240
 """In one event."""
 
+_Name = tuple[str, str, str]
+"""Of one request: ids are chosen by clients, who may choose those of others, or one again."""
+
 
 class Snapshot:
     """One moment.  Encoded when somebody wants it, once for all who may see the same of it."""
@@ -45,37 +49,35 @@ class Snapshot:
         common: JsonObject,
         *,
         number: int,
+        requests: Mapping[str | None, Sequence[JsonObject]],
         steps: Sequence[StepRecord] = (),
         fresh: int = 0,
-        requests: Sequence[JsonObject] = (),
-        ended_before: frozenset[str] = frozenset(),
+        ended_before: frozenset[_Name] = frozenset(),
     ) -> None:
         """
         Args:
             common: what each event has.
             number: of those before, one more.
+            requests: in flight, or ended, for the eyes of each tenant that looks.
             steps: newest first; the first `fresh` of them are news.
             fresh: see there.
-            requests: in flight, or ended.
             ended_before: those that are no news.
         """
         self.number = number
         self._common, self._steps, self._fresh = common, steps, fresh
         self._requests, self._ended_before = requests, ended_before
-        self._encoded: dict[tuple[bool, str, bool], bytes] = {}
+        self._encoded: dict[tuple[str | None, bool], bytes] = {}
 
     def event(self, ticket: Ticket, *, whole: bool) -> bytes:
         """For the owner of this ticket: all that there is, or what is new since the snapshot before."""
-        key = (ticket.identity is None, ticket.tenant, whole)
+        key = (ticket.eyes, whole)
         if key not in self._encoded:
             self._encoded[key] = b"data: " + msgspec.json.encode(self._seen(ticket, whole=whole)) + b"\n\n"
         return self._encoded[key]
 
     def _seen(self, ticket: Ticket, *, whole: bool) -> JsonObject:
         requests: list[Json] = [
-            ticket.shown(one)
-            for one in self._requests
-            if ticket.sees(str(one["tenant"])) and (whole or one["request_id"] not in self._ended_before)
+            ticket.shown(one) for one in self._requests[ticket.eyes] if whole or _name(one) not in self._ended_before
         ]
         return (
             self._common
@@ -134,7 +136,7 @@ class Live:
         self._closed = False
         self._number = 0
         self._steps_told = 0
-        self._ended: frozenset[str] = frozenset()
+        self._ended: frozenset[_Name] = frozenset()
 
     def open(self, exchange: Exchange) -> AsyncIterator[Event]:
         """A new viewer's events.  Raises ApiError: there are too many, or this is the end."""
@@ -189,24 +191,32 @@ class Live:
     async def _tick(self) -> None:
         for replica in self._backend.replicas:
             replica.look(clock.now_ns())
-        snapshot = await self._snapshot()
+        eyes = {viewer.ticket.eyes for viewer in self.viewers}
+        snapshot = await self._snapshot(eyes)
         for viewer in self.viewers:
-            viewer.show(snapshot)
+            if viewer.ticket.eyes in eyes:  # else it came meanwhile, and gets the next one
+                viewer.show(snapshot)
 
-    async def _snapshot(self) -> Snapshot:
-        (requests, silent), served = await asyncio.gather(self._siblings.requests(), self._siblings.served())
+    async def _snapshot(self, eyes: Collection[str | None]) -> Snapshot:
+        newest, served = await asyncio.gather(
+            asyncio.gather(*(self._siblings.requests(tenant) for tenant in eyes)), self._siblings.served()
+        )
+        requests = {tenant: found for tenant, (found, _) in zip(eyes, newest, strict=True)}
+        silent = sorted({number for _, numbers in newest for number in numbers})
         steps, seen = self._hub.steps(STEPS_MAX)
         self._number += 1
         snapshot = Snapshot(
             self._common(served) | silent_json(silent),
             number=self._number,
+            requests=requests,
             steps=steps,
             fresh=min(STEPS_MAX, seen - self._steps_told),
-            requests=requests,
             ended_before=self._ended,
         )
         self._steps_told = seen
-        self._ended = frozenset(str(one["request_id"]) for one in requests if one["outcome"] is not None)
+        self._ended = frozenset(
+            _name(one) for found in requests.values() for one in found if one["outcome"] is not None
+        )
         return snapshot
 
     def _common(self, served: Sequence[Served]) -> JsonObject:
@@ -236,6 +246,10 @@ _VOCABULARY: JsonObject = {"vocabulary": {"states": list(STATES), "parts": list(
 async def _until_gone(exchange: Exchange) -> None:
     while (await exchange.receive())["type"] != "http.disconnect":
         pass
+
+
+def _name(request: JsonObject) -> _Name:
+    return str(request["tenant"]), str(request["request_id"]), str(request["accepted_ns"])
 
 
 def _step_json(step: StepRecord) -> JsonObject:

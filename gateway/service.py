@@ -378,8 +378,8 @@ class Gateway:
 
     async def debug_requests(self, ticket: Ticket) -> dict[str, Json]:
         """The newest requests of all workers, as far as they are for these eyes."""
-        requests, silent = await self.siblings.requests()
-        shown: list[Json] = [ticket.shown(one) for one in requests if ticket.sees(str(one["tenant"]))]
+        requests, silent = await self.siblings.requests(ticket.eyes)
+        shown: list[Json] = [ticket.shown(one) for one in requests]
         return {"requests": shown} | silent_json(silent)
 
     async def debug_request(self, request_id: str, ticket: Ticket) -> dict[str, Json]:

@@ -47,9 +47,12 @@ class _Count(msgspec.Struct, frozen=True, tag="count"):
 class _Newest(msgspec.Struct, frozen=True, tag="newest"):
     """Which requests have you had lately?  -> list[JsonObject]"""
 
+    tenant: str | None
+    """Of this one; None: of all."""
+
 
 class _Find(msgspec.Struct, frozen=True, tag="find"):
-    """Do you know this one?  -> list[JsonObject], of one or none"""
+    """Do you know this one?  -> list[JsonObject]: each tenant may have one"""
 
     request_id: str
 
@@ -65,7 +68,7 @@ class _Records(msgspec.Struct, frozen=True, tag="records"):
 
 
 class _Record(msgspec.Struct, frozen=True, tag="record"):
-    """Do you know this one, all of it?  -> list[RequestRecord], of one or none"""
+    """Do you know this one, all of it?  -> list[RequestRecord]: each tenant may have one"""
 
     request_id: str
 
@@ -122,12 +125,15 @@ class Siblings:
         self._write(own)
         return join([own, *answers, *written])
 
-    async def requests(self) -> tuple[list[JsonObject], list[int]]:
-        """The newest requests of all, newest first, and who has said nothing."""
-        return await self._collect(_Newest())
+    async def requests(self, tenant: str | None) -> tuple[list[JsonObject], list[int]]:
+        """The newest requests of this tenant, or of all, newest first; and who has said nothing."""
+        found, silent = await self._collect(_Newest(tenant))
+        return found[:REQUESTS_MAX], silent
 
     async def find(self, request_id: str) -> tuple[list[JsonObject], list[int]]:
-        """The requests of that name, newest first: each worker may know one.  And who has said nothing."""
+        """
+        The requests of that name, newest first: each worker may know one of each tenant.  And who has said nothing.
+        """
         if len(request_id) > ID_CHARS_MAX:
             return [], []
         return await self._collect(_Find(request_id))
@@ -152,28 +158,26 @@ class Siblings:
 
     async def records(self, request_id: str) -> tuple[list[RequestRecord], list[int]]:
         """
-        The requests of that name: each worker may know one.  One in flight is as if it ended now.  And who has said
-        nothing.
+        The requests of that name: each worker may know one of each tenant.  One in flight is as if it ended now.  And
+        who has said nothing.
         """
         if len(request_id) > ID_CHARS_MAX:
             return [], []
         answers, silent = await self._ask(_Record(request_id), list[RequestRecord])
-        own = self._hub.record(request_id)
-        return [record for answer in answers for record in answer] + ([] if own is None else [own]), silent
+        return [*self._hub.record(request_id), *(one for answer in answers for one in answer)], silent
 
     async def _collect(self, question: _Newest | _Find) -> tuple[list[JsonObject], list[int]]:
         answers, silent = await self._ask(question, list[dict[str, Any]])
         found = [*self._known(question), *(one for answer in answers for one in answer)]
         found.sort(key=_began_ns, reverse=True)
-        return found[:REQUESTS_MAX], silent
+        return found, silent
 
     # ---- answering
 
     def _known(self, question: _Newest | _Find) -> list[JsonObject]:
         if isinstance(question, _Find):
-            found = self._hub.debug_request(question.request_id)
-            return [] if found is None else [found]
-        newest = self._hub.debug_requests(REQUESTS_MAX)["requests"]
+            return self._hub.debug_request(question.request_id)
+        newest = self._hub.debug_requests(REQUESTS_MAX, question.tenant)["requests"]
         assert isinstance(newest, list)
         return [one for one in newest if isinstance(one, dict)]
 
@@ -196,8 +200,7 @@ class Siblings:
             resident = known.memory.get(GATEWAY, [])
             return msgspec.msgpack.encode(_Remembered(self._worker, known.requests[:RECORDS_MAX], resident))
         if isinstance(question, _Record):
-            record = self._hub.record(question.request_id)
-            return msgspec.msgpack.encode([] if record is None else [record])
+            return msgspec.msgpack.encode(self._hub.record(question.request_id))
         return msgspec.msgpack.encode(self._known(question))
 
     # ---- asking

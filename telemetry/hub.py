@@ -205,17 +205,17 @@ class Hub:
         assert self._pumping is None, "something may have been counted"
         self._metrics.resume(numbers)
 
-    def debug_requests(self, limit: int = 100) -> JsonObject:
-        """The newest requests, those in flight included."""
+    def debug_requests(self, limit: int = 100, tenant: str | None = None) -> JsonObject:
+        """The newest requests of this tenant, or of all, those in flight included."""
         self._pump_all()
         now_ns = clock.now_ns()
-        return {"requests": [request_json(request, now_ns) for request in self._recent.requests(limit)]}
+        return {"requests": [request_json(request, now_ns) for request in self._recent.requests(limit, tenant)]}
 
-    def debug_request(self, request_id: str) -> JsonObject | None:
-        """One request; None for one that is unknown, or forgotten."""
+    def debug_request(self, request_id: str) -> list[JsonObject]:
+        """The requests of that name, as far as they are remembered: each tenant may have one."""
         self._pump_all()
-        request = self._recent.find(request_id)
-        return None if request is None else request_json(request, clock.now_ns())
+        now_ns = clock.now_ns()
+        return [request_json(request, now_ns) for request in self._recent.find(request_id)]
 
     def debug_steps(self, limit: int = 100) -> JsonObject:
         """The newest engine steps."""
@@ -239,11 +239,11 @@ class Hub:
         found.facts = facts_together(self._facts.values())
         return found
 
-    def record(self, request_id: str) -> RequestRecord | None:
-        """One request; one in flight as if it ended now.  None for one that is unknown, or forgotten."""
+    def record(self, request_id: str) -> list[RequestRecord]:
+        """The requests of that name, as far as they are remembered; one in flight as if it ended now."""
         self._pump_all()
-        found = self._recent.find(request_id)
-        return found.so_far(clock.now_ns()) if isinstance(found, LiveRequest) else found
+        now_ns = clock.now_ns()
+        return [one.so_far(now_ns) if isinstance(one, LiveRequest) else one for one in self._recent.find(request_id)]
 
     def debug_kv(self) -> JsonObject:
         """Where the KV slots are."""

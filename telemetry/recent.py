@@ -85,7 +85,7 @@ class Recent:
         assert requests_max > 0 and steps_max > 0 and live_max > 0
         self._requests_max = requests_max
         self._live_max = live_max
-        self._requests: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._requests: OrderedDict[tuple[str, str], RequestRecord] = OrderedDict()
         self._steps: deque[StepRecord] = deque(maxlen=steps_max)
         self._totals: deque[StepTotals] = deque(maxlen=TOTALS_MAX)
         self._starts_ns: deque[int] = deque(maxlen=STARTS_MAX)
@@ -110,8 +110,9 @@ class Recent:
         """Remember a finished request, unless it only looked."""
         if record.route in OBSERVING_ROUTES:
             return
-        self._requests.pop(record.request_id, None)
-        self._requests[record.request_id] = record
+        name = record.tenant, record.request_id  # Clients choose ids: none of them may write over another's.
+        self._requests.pop(name, None)
+        self._requests[name] = record
         if len(self._requests) > self._requests_max:
             self._requests.popitem(last=False)
 
@@ -180,16 +181,18 @@ class Recent:
                 found.totals.add(step)
         return found
 
-    def find(self, request_id: str) -> RequestRecord | LiveRequest | None:
-        """One request, in flight or finished."""
-        return self.live.get(request_id) or self._requests.get(request_id)
+    def find(self, request_id: str) -> list[RequestRecord | LiveRequest]:
+        """All requests of that name: the one in flight, and of each tenant the one that finished last."""
+        live = self.live.get(request_id)
+        finished = (one for one in self._requests.values() if one.request_id == request_id)
+        return [*finished] if live is None else [live, *finished]
 
-    def requests(self, limit: int) -> list[RequestRecord | LiveRequest]:
-        """At most `limit` requests, newest first by their beginning."""
-        live = [request for request in self.live.values() if request.route not in OBSERVING_ROUTES]
-        everything: list[RequestRecord | LiveRequest] = [*self._requests.values(), *live]
-        everything.sort(key=_began_ns, reverse=True)
-        return everything[: max(0, limit)]
+    def requests(self, limit: int, tenant: str | None = None) -> list[RequestRecord | LiveRequest]:
+        """At most `limit` requests of this tenant, or of all, newest first by their beginning."""
+        live = (one for one in self.live.values() if one.route not in OBSERVING_ROUTES)
+        found = [one for one in (*self._requests.values(), *live) if tenant is None or one.tenant == tenant]
+        found.sort(key=_began_ns, reverse=True)
+        return found[: max(0, limit)]
 
     def ended(self) -> Iterable[RequestRecord]:
         """Those that have ended."""

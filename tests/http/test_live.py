@@ -240,7 +240,7 @@ def test_there_are_only_so_many_viewers(watched: tuple[LiveGateway, ShellEngine]
 
 async def test_who_reads_slowly_gets_the_newest_as_a_whole_and_nothing_waits_for_it() -> None:
     def snapshot(number: int) -> Snapshot:
-        return Snapshot({"sights": []}, number=number)
+        return Snapshot({"sights": []}, number=number, requests={None: []})
 
     viewer = Viewer(Ticket())
     events = viewer.events()
@@ -270,7 +270,7 @@ async def test_who_reads_slowly_gets_the_newest_as_a_whole_and_nothing_waits_for
 
 
 async def test_a_snapshot_is_encoded_once_for_all_who_see_the_same() -> None:
-    one = Snapshot({"sights": []}, number=1)
+    one = Snapshot({"sights": []}, number=1, requests={None: []})
     assert one.event(Ticket(), whole=True) is one.event(Ticket(), whole=True)
 
 
