@@ -197,7 +197,7 @@ def test_a_worker_that_is_stuck_is_left_out_and_named(both: Workers) -> None:
     assert 0 < len(known) < 8, "each has served some"
     assert all(one["workers_silent"] == [1] for one in known)
     assert {one["error"]["message"] for one in why if "error" in one} == {missing}
-    assert report["workers_silent"] == [1] and report["requests"] == len(known)
+    assert report["workers_silent"] == [1] and report["requests"] == len(listed["requests"]) >= len(known)
     whole = both.get("/debug/doctor").json()
     assert whole["workers_silent"] == [] and whole["requests"] >= 8
     until(lambda: "workers_silent" not in both.get("/debug/requests").json(), "it is not heard of again")
