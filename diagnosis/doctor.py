@@ -99,7 +99,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     tails: dict[str, Tail]
     findings: tuple[Diagnosis, ...]
-    workers_silent: tuple[int, ...] = ()  # workers of the gateway that did not answer: what they know is missing
+    workers_silent: list[int] = []  # workers of the gateway that did not answer: what they know is missing
 
 
 def examine(evidence: Evidence) -> Report:

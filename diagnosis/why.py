@@ -81,7 +81,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True, rename={"absent": "not"}):
     others: tuple[Other, ...]
     steps_known: int  # of the steps that it was in, those that are still remembered
     absent: tuple[Absent, ...]
-    workers_silent: tuple[int, ...] = ()  # workers of the gateway that did not answer: what they know is missing
+    workers_silent: list[int] = []  # workers of the gateway that did not answer: what they know is missing
 
 
 def why(record: RequestRecord, evidence: Evidence) -> Why:

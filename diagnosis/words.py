@@ -54,7 +54,7 @@ def report_lines(report: Report) -> list[str]:
     return lines + _silent(report.workers_silent)
 
 
-def _silent(workers: tuple[int, ...]) -> list[str]:
+def _silent(workers: list[int]) -> list[str]:
     numbers = ", ".join(map(str, workers))
     return (
         ["", f"Workers of the gateway that did not answer, so that their part is missing: {numbers}."]
