@@ -190,7 +190,8 @@ class Recent:
     def requests(self, limit: int, tenant: str | None = None) -> list[RequestRecord | LiveRequest]:
         """At most `limit` requests of this tenant, or of all, newest first by their beginning."""
         live = (one for one in self.live.values() if one.route not in OBSERVING_ROUTES)
-        found = [one for one in (*self._requests.values(), *live) if tenant is None or one.tenant == tenant]
+        everything: list[RequestRecord | LiveRequest] = [*self._requests.values(), *live]
+        found = [one for one in everything if tenant is None or one.tenant == tenant]
         found.sort(key=_began_ns, reverse=True)
         return found[: max(0, limit)]
 
