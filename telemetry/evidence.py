@@ -40,7 +40,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     memory: Memory = {}
     starts: int = 0  # engines that came, or came back, in it
     facts: Facts = UNKNOWN
-    workers_silent: tuple[int, ...] = ()  # workers of the gateway whose requests are missing: they did not answer
+    workers_silent: list[int] = []  # workers of the gateway whose requests are missing: they did not answer
 
 
 def facts_of(details: Mapping[str, str], *, weights: str = "", kv_slots: int | None = None) -> Facts:
