@@ -95,8 +95,12 @@ def doctor(url: str, recording: str | None, scrape: str | None, minutes: float, 
 def _recording(name: str, given: dict[str, Given]) -> Path:
     from flight.choose import chosen  # noqa: PLC0415 - lazily
     from flight.command import folder_of  # noqa: PLC0415 - lazily
+    from telemetry.flight import together  # noqa: PLC0415 - lazily
 
-    return chosen(folder_of(given), name, kind="records")
+    path = chosen(folder_of(given), name, kind="records")
+    if (several := together(path)) is not None:
+        click.echo(f"Taken together: {several.said()}", err=True)  # What is asked for stands alone, for programs.
+    return path
 
 
 def _show(answer: msgspec.Struct, lines: list[str], *, as_json: bool) -> None:

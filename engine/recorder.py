@@ -73,7 +73,7 @@ class Journal:
         if self._complete:
             self._complete = self._ring.put(self._encoder.encode(entry))
         else:
-            self._ring.lost += 1
+            self._ring.lose()
         if not self._complete and not self._complained:
             self._complained = True
             log.warning("journal_gap", consequence="what happens now cannot be replayed: --flight-memory is too small")

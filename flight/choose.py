@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launch.errors import UserError
 from launch.parse import nearest
-from telemetry.flight import recordings
+from telemetry.flight import FIRST_WORKER, recordings, together
 
 
 def chosen(folder: Path, name: str | None, *, kind: str) -> Path:
@@ -22,7 +22,10 @@ def chosen(folder: Path, name: str | None, *, kind: str) -> Path:
             raise UserError(
                 f"no recording in {folder} holds a readable {kind}; `pellucid flight list` shows what is there"
             )
-        return fitting[-1].path
+        newest = fitting[-1]
+        several = together(newest.path)
+        parts = several.parts if several is not None else ()
+        return next((one for one in reversed(parts) if one.process == FIRST_WORKER), newest).path  # it has the steps
     fitting = [one for one in found if f"{one.path.name}-".startswith(f"{name}-")] or [
         one for one in found if one.path.name.startswith(name)
     ]

@@ -37,7 +37,7 @@ def dump(recording: str | None, journal: bool, **given: Given) -> None:
     Print a recording as JSON lines: its head, then every step and request, or every entry of a journal.
 
     RECORDING is a name that `list` shows or the beginning of one, such as gateway-0, or a directory; without it, the
-    newest of a gateway is taken.
+    newest of a gateway is taken; of several workers that of the first one, which has the steps.
     """
     from flight.show import lines  # noqa: PLC0415 - lazily
 

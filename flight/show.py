@@ -14,7 +14,7 @@ from engine.snapshot import Snapshot
 from flight.choose import chosen
 from launch.errors import UserError
 from launch.sizes import format_bytes
-from telemetry.flight import JOURNAL, RECORDS, Recording, recordings, records_of
+from telemetry.flight import JOURNAL, RECORDS, Recording, recordings, records_of, together
 from telemetry.records import RequestRecord, StepRecord
 from telemetry.ring import FILES, RingError, Segment, is_free, read_ring
 from telemetry.views import JsonObject, request_json, step_json
@@ -57,6 +57,8 @@ def when(segment: Segment, stamp_ns: int) -> str:
 
 def _head(path: Path, segments: list[Segment], stamps_ns: list[int], **counts: int) -> str:
     first, last = segments[0], segments[-1]
+    found = together(path)
+    siblings = [one for one in found.parts if one.path != path.resolve()] if found is not None else []
     begin_ns, end_ns = min(stamps_ns, default=first.header.began_ns), max(stamps_ns, default=last.header.began_ns)
     return _line(
         {
@@ -68,9 +70,10 @@ def _head(path: Path, segments: list[Segment], stamps_ns: list[int], **counts: i
             "to": when(last, end_ns),
             "seconds": round((end_ns - begin_ns) / 1e9, 3),
             **counts,
-            "lost": last.header.lost,
+            "lost": last.lost,
             "torn": any(segment.torn for segment in segments),
             "being_written": not is_free(path),
+            "siblings": [one.path.name for one in siblings],
         }
     )
 

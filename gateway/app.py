@@ -53,7 +53,10 @@ class Application:
             trace_sample=options.trace_sample,
             first=options.worker == 0,
             flight=open_records(
-                options.flight_directory, f"gateway-{options.worker}", ring_bytes=options.flight_memory_bytes
+                options.flight_directory,
+                f"gateway-{options.worker}",
+                ring_bytes=options.flight_memory_bytes,
+                start=options.start,
             ),
         )
         self.admission = Admission(options)

@@ -5,6 +5,7 @@ The gateway's configuration: parsed once into a frozen value.
 import re
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -191,6 +192,11 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def workers(self) -> int:
         """Processes that share the port, and the limits of the whole."""
         return max(1, len(self.worker_sockets))
+
+    @property
+    def start(self) -> str:
+        """What the workers of one start have in common: the name of the directory in which they meet; one has none."""
+        return Path(self.worker_sockets[0]).parent.name if self.worker_sockets else ""
 
     @property
     def requests_here_max(self) -> int:

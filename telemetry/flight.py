@@ -4,8 +4,10 @@ The flight recorder: what happened last, kept where it survives the process that
     FOLDER/gateway-0-20261130T132851123456/    records of steps and requests, as the gateway's hub hears of them
     FOLDER/engine-0-20261130T132849001234/     the journal of that engine's scheduler (engine.recorder)
 
-One directory for each life of each process, in it a ring (telemetry.ring).  Recording never fails anybody: what cannot
-be written is counted, and a disk that is full at the start means no recording, which the log says once.
+One directory for each life of each process, in it a ring (telemetry.ring).  Of several workers of a gateway each
+records the requests that it served, and the first one the steps: `together` finds what belongs together.  Recording
+never fails anybody: what cannot be written is counted, and a disk that is full at the start means no recording, which
+the log says once.
 """
 
 import logging
@@ -13,6 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,10 +28,13 @@ from telemetry.ring import RING_BYTES_MIN, Header, Ring, RingError, Segment, hea
 
 __all__ = ["RING_BYTES_MIN", "RingError"]
 
+FIRST_WORKER = "gateway-0"
+"""Of several it records the steps for all."""
 LIVES_MAX = 8
 """Recordings that are kept for each process, the present one included."""
 RECORDS, JOURNAL = "records", "journal"
 _STEP, _REQUEST, _FACTS = b"s", b"r", b"f"
+_NEVER = datetime.max.replace(tzinfo=UTC)
 _STAMP = "%Y%m%dT%H%M%S%f"
 
 _logger = logging.getLogger("pellucid.telemetry")
@@ -68,7 +74,47 @@ def recording_at(path: Path) -> Recording | None:
         return None
 
 
-def open_ring(folder: str, process: str, *, kind: str, ring_bytes: int, epoch: str = "") -> Ring | None:
+class Together(NamedTuple):
+    """Recordings of the workers of one gateway, each of which has a part of what happened."""
+
+    parts: tuple[Recording, ...]
+    """The oldest first."""
+    until_ns: int | None
+    """By their clock: then the one that was asked for ended, and its process began anew; None: it did not."""
+
+    def said(self) -> str:
+        """Which they are, and what is missing."""
+        named = ", ".join(one.path.name for one in self.parts)
+        if any(one.process == FIRST_WORKER for one in self.parts):
+            return named
+        return f"{named} (that of {FIRST_WORKER} is not there, so there are no steps)"
+
+
+def together(directory: Path) -> Together | None:
+    """
+    This recording, and those of all workers of the same gateway that lived when it was made.
+
+    None: it is no part of anything.
+    """
+    directory = directory.resolve()
+    head, own = head_of(directory), recording_at(directory)
+    if head is None or own is None or not head.start:
+        return None
+    lives: dict[str, list[Recording]] = {}
+    for one in recordings(directory.parent):
+        if one == own or ((header := one.header) is not None and header.start == head.start):
+            lives.setdefault(one.process, []).append(one)
+    ends = {one: later.began for several in lives.values() for one, later in pairwise(several)}
+    end = ends.get(own, _NEVER)
+    everybody = [one for several in lives.values() for one in several]
+    parts = [one for one in everybody if one.began < end and ends.get(one, _NEVER) > own.began]
+    until_ns = int(end.timestamp() * 1e9) - head.wall_offset_ns if own in ends else None
+    return Together(tuple(sorted(parts, key=lambda one: (one.began, one.process))), until_ns)
+
+
+def open_ring(
+    folder: str, process: str, *, kind: str, ring_bytes: int, epoch: str = "", start: str = ""
+) -> Ring | None:
     """
     A new ring for this life of `process`; the oldest of its lives are removed.  None: there is to be no recording, or
     there can be none, and then the log says why.
@@ -80,6 +126,7 @@ def open_ring(folder: str, process: str, *, kind: str, ring_bytes: int, epoch: s
         kind=kind,
         name=process,
         epoch=epoch,
+        start=start,
         clock_id=clock.CLOCK_ID,
         wall_offset_ns=wall_ns - now_ns,
         began_ns=now_ns,
@@ -145,9 +192,9 @@ class Records:
         self._ring.put(kind + self._encoder.encode(record))
 
 
-def open_records(folder: str, process: str, *, ring_bytes: int) -> Records | None:
-    """As `open_ring`, for records."""
-    ring = open_ring(folder, process, kind=RECORDS, ring_bytes=ring_bytes)
+def open_records(folder: str, process: str, *, ring_bytes: int, start: str = "") -> Records | None:
+    """As `open_ring`, for records; `start` is what several workers have in common."""
+    ring = open_ring(folder, process, kind=RECORDS, ring_bytes=ring_bytes, start=start)
     return Records(ring) if ring is not None else None
 
 

@@ -29,7 +29,7 @@ from telemetry.logs import dropped_lines, log_request
 from telemetry.metrics import Metrics
 from telemetry.numbers import Numbers, exposition
 from telemetry.outgoing import Outgoing
-from telemetry.recent import BLOCK_SLOTS, Recent
+from telemetry.recent import BLOCK_SLOTS, REQUESTS_MAX, Recent
 from telemetry.records import RequestRecord, StepRecord
 from telemetry.runtime import Overlaps, RuntimeSampler, loop_tasks, resident_bytes
 from telemetry.served import Served, served
@@ -50,7 +50,6 @@ SAMPLE_PERIOD_NS = 1_000_000_000
 FLUSH_S = 3.0
 """How long `stop` waits for a collector."""
 RECORDS_MAX = 16_384
-REQUESTS_MAX = 4_000
 STEPS_MAX = 2_000
 LIVE_MAX = 100_000
 STALE_NS = 5_000_000_000

@@ -15,6 +15,8 @@ from telemetry.records import MemoryReading, RequestRecord, StepRecord
 from telemetry.totals import GRAIN_NS, StepTotals
 from telemetry.vocabulary import OBSERVING_ROUTES
 
+REQUESTS_MAX = 4_000
+"""Of a hub: what can be asked for afterwards, and judged by."""
 REPLICAS_MAX = 64
 TOTALS_MAX = 720
 """Stretches of steps of which sums are kept: of an hour."""

@@ -1,7 +1,7 @@
 """
 A ring of frames in two memory-mapped files, which outlives the process that writes it.
 
-    file       MAGIC, then frames: the first one is the header of the segment
+    file       MAGIC, how many frames were lost so far (8 bytes), then frames: the first is the header of the segment
     frame      length (4 bytes), crc32 of the body with the segment's number as its seed (4), body; length 0: no more
 
 The mapping is shared, so what was written is in the page cache whatever ends the process; only the machine's own end
@@ -25,7 +25,7 @@ from zlib import crc32
 import msgspec
 
 MAGIC = b"PLFLIGHT"
-VERSION = 1
+VERSION = 2
 FILES = ("0.ring", "1.ring")
 SEGMENT_NS = 60_000_000_000
 RING_BYTES_MIN = 256 * 1024
@@ -34,6 +34,8 @@ READ_TRIES_MAX = 5
 HEAD_BYTES_MAX = 4096
 """More than a header takes."""
 _FRAME = struct.Struct("<II")
+_LOST = struct.Struct("<Q")
+_START = len(MAGIC) + _LOST.size
 _END = bytes(4)
 
 
@@ -47,14 +49,14 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """Of the process: `gateway-0`."""
     epoch: str = ""
     """How an engine calls this life of itself."""
+    start: str = ""
+    """What the workers of one gateway have in common, each of which records a part; empty: it is the whole."""
     clock_id: str
     wall_offset_ns: int
     """What turns a stamp of `clock_id` into time of day."""
     began_ns: int
     number: int
     """Of the segment, from 0."""
-    lost: int = 0
-    """Frames that were not written in this life, up to here."""
     bytes: int
     """Of its file."""
 
@@ -97,11 +99,11 @@ class Ring:
         if not self._maps:
             return
         number = self._header.number + 1
-        self._header = msgspec.structs.replace(self._header, number=number, began_ns=now_ns, lost=self.lost)
+        self._header = msgspec.structs.replace(self._header, number=number, began_ns=now_ns)
         self._map = self._maps[number % len(FILES)]
-        self._end = len(MAGIC)
+        self._end = _START
         self._map[self._end : self._end + len(_END)] = _END  # from here on nothing of the old one counts
-        self._map[: self._end] = MAGIC
+        self._map[:_START] = MAGIC + _LOST.pack(self.lost)
         self.put(msgspec.msgpack.encode(self._header))
 
     def put(self, body: bytes) -> bool:
@@ -109,13 +111,19 @@ class Ring:
         start = self._end + _FRAME.size
         end = start + len(body)
         if not self._maps or not body or end + len(_END) > self._size:
-            self.lost += 1
+            self.lose()
             return False
         self._map[end : end + len(_END)] = _END
         self._map[start - 4 : end] = crc32(body, self._header.number).to_bytes(4, "little") + body
         self._map[start - 8 : start - 4] = len(body).to_bytes(4, "little")
         self._end = end
         return True
+
+    def lose(self) -> None:
+        """One frame more that is not written, which the file says from now on."""
+        self.lost += 1
+        if self._maps:
+            self._map[len(MAGIC) : _START] = _LOST.pack(self.lost)
 
     def close(self) -> None:
         """Write no more.  What is put afterwards is lost."""
@@ -131,6 +139,8 @@ class Segment(NamedTuple):
 
     header: Header
     frames: list[bytes]
+    lost: int
+    """Frames that were not written in this life, until the next segment was begun."""
     torn: bool
     """Its end is missing: there are bytes that are no frame, and not the mark of an end, or it was read too late."""
     end: int
@@ -229,8 +239,8 @@ def _bytes_of(path: Path, size: int = -1) -> bytes:
 
 
 def _frames(data: bytes, number: int) -> Iterator[tuple[bytes, int]]:
-    """Each whole frame behind MAGIC, and where it ends."""
-    position = len(MAGIC)
+    """Each whole frame, and where it ends."""
+    position = _START
     while position + _FRAME.size <= len(data):
         length, checksum = _FRAME.unpack_from(data, position)
         position += _FRAME.size
@@ -243,10 +253,10 @@ def _frames(data: bytes, number: int) -> Iterator[tuple[bytes, int]]:
 
 def _header(data: bytes) -> Header | None:
     """Of the segment that begins so.  None: it is no segment, is just being begun, or is of another version."""
-    if not data.startswith(MAGIC) or len(data) < len(MAGIC) + _FRAME.size:
+    if not data.startswith(MAGIC) or len(data) < _START + _FRAME.size:
         return None
-    length, checksum = _FRAME.unpack_from(data, len(MAGIC))
-    start = len(MAGIC) + _FRAME.size
+    length, checksum = _FRAME.unpack_from(data, _START)
+    start = _START + _FRAME.size
     try:
         header = msgspec.msgpack.decode(data[start : start + length], type=Header)
     except msgspec.MsgspecError:
@@ -267,4 +277,5 @@ def _segment(data: bytes) -> Segment | None:
     frames = list(_frames(data, header.number))
     end = frames[-1][1]
     bodies = [body for body, _ in frames[1:]]  # the first one is the header
-    return Segment(header, bodies, torn=data[end : end + len(_END)] != _END, end=end)
+    (lost,) = _LOST.unpack_from(data, len(MAGIC))
+    return Segment(header, bodies, lost, torn=data[end : end + len(_END)] != _END, end=end)

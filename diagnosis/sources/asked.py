@@ -12,6 +12,7 @@ from diagnosis.sources.traces import is_trace_id, of_jaeger, of_trace_file
 from diagnosis.why import Why, why
 from launch.errors import UserError
 from telemetry.evidence import Evidence
+from telemetry.flight import together
 from telemetry.records import RequestRecord
 
 why_live, report_live = live_why, live_report
@@ -19,13 +20,15 @@ why_live, report_live = live_why, live_report
 
 def why_recorded(request_id: str, directory: Path) -> Why:
     """From a flight recording.  Raises UserError."""
-    return _why(request_id, recorded(directory, None), str(directory))
+    evidence = recorded(directory, None)
+    several = together(directory)
+    return _why(request_id, evidence, several.said() if several is not None else str(directory))
 
 
 def why_traced(request_id: str, *, trace: str | None, jaeger: str | None) -> Why:
     """From a file of traces, or from Jaeger.  Raises UserError."""
     if trace is not None:
-        return _why(request_id, Evidence(requests=of_trace_file(Path(trace).expanduser())), trace)
+        return _why(request_id, Evidence(requests=of_trace_file(Path(trace).expanduser(), request_id)), trace)
     assert jaeger is not None
     found = of_jaeger(jaeger, request_id)
     named = found[0].request_id if found and is_trace_id(request_id) else request_id
@@ -50,5 +53,5 @@ def report_scraped(where: str, key: str) -> Report:
 def _why(request_id: str, evidence: Evidence, where: str) -> Why:
     record: RequestRecord | None = next((one for one in evidence.requests if one.request_id == request_id), None)
     if record is None:
-        raise UserError(f"there is no request {request_id!r} in {where}, which has {len(evidence.requests)}")
+        raise UserError(f"there is no request {request_id!r} in {where}")
     return why(record, evidence)

@@ -2,6 +2,7 @@
 Traces: a file as `--export-trace` writes it, or Jaeger.  The states of a request are the phases of its trace.
 """
 
+import heapq
 import os
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -13,10 +14,13 @@ import msgspec
 from diagnosis.sources.live import fetch
 from launch.errors import UserError
 from telemetry import names
+from telemetry.recent import REQUESTS_MAX
 from telemetry.records import RequestRecord
 
 JAEGER_DAYS = 7
 """How far back a request is looked for there."""
+LINE_BYTES_MAX = 64 * 1024**2
+"""More than a trace can take of a file."""
 Scalar = str | int | float | bool | None
 
 
@@ -72,14 +76,33 @@ class _Document(msgspec.Struct, rename="camel"):
                 yield from scope.spans
 
 
-def of_trace_file(file: Path) -> list[RequestRecord]:
-    """All requests in a file of OTLP/JSON lines.  Raises UserError."""
+def of_trace_file(file: Path, request_id: str) -> list[RequestRecord]:
+    """
+    The newest requests in a file of OTLP/JSON lines, newest first: as many as a running system remembers, and the one
+    of that id, however old it is.  Raises UserError.
+    """
+    newest: list[tuple[int, int, RequestRecord]] = []
+    wanted: tuple[int, int, RequestRecord] | None = None
     try:
-        return _requests(file.read_bytes())
+        for number, record in enumerate(_one_by_one(file)):
+            place = (record.finished_ns, number, record)
+            if record.request_id == request_id:
+                wanted = place if wanted is None else max(wanted, place)
+            (heapq.heappush if len(newest) < REQUESTS_MAX else heapq.heappushpop)(newest, place)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from None
     except (ValueError, msgspec.MsgspecError):
         raise UserError(f"{file} does not hold traces as OTLP/JSON lines, as --export-trace writes them") from None
+    if wanted is not None and wanted not in newest:
+        newest.append(wanted)
+    return [record for _, _, record in sorted(newest, reverse=True)]
+
+
+def _one_by_one(file: Path) -> Iterator[RequestRecord]:
+    """Each request, in the order of the file.  A line is a whole trace.  Raises OSError, ValueError or MsgspecError."""
+    with file.open("rb") as lines:
+        while line := lines.readline(LINE_BYTES_MAX):
+            yield from _requests(line)
 
 
 def is_trace_id(name: str) -> bool:
@@ -104,7 +127,7 @@ def of_jaeger(url: str, name: str) -> list[RequestRecord]:
         where += "?" + urlencode(query)
     data = fetch(where)
     try:
-        return _requests(data)
+        return sorted(_requests(data), key=lambda record: record.finished_ns, reverse=True)
     except (ValueError, msgspec.MsgspecError):
         raise UserError(f"{url} does not answer as Jaeger 2 does (/api/v3/traces)") from None
 

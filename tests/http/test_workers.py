@@ -14,7 +14,9 @@ import httpx
 import msgspec
 import pytest
 
+from diagnosis.sources.recording import recorded
 from gateway.__main__ import main
+from telemetry.flight import RING_BYTES_MIN, Recording, recordings
 from tests.contract.telemetry.test_metrics import total
 from tests.http.asking import CHAT_URL, chat, raw_request, read_until
 from tests.http.conftest import options_for, relay_options
@@ -42,20 +44,29 @@ def both(model_dir: Path, vocab_size: int) -> Iterator[Workers]:
     with TemporaryDirectory(prefix="pellucid") as home:
         shell = ShellEngine(f"{home}/engine.sock", vocab_size=vocab_size)
         shell.start()
-        workers = Workers(model_dir, f"{home}/engine.sock", Path(home), 2)
+        folder, size_bytes = f"{home}/flight", RING_BYTES_MIN
+        workers = Workers(
+            model_dir, f"{home}/engine.sock", Path(home), 2, flight_directory=folder, flight_memory_bytes=size_bytes
+        )
         yield workers
         workers.stop()
         shell.stop()
 
 
-def test_whoever_is_asked_tells_of_all(both: Workers) -> None:
-    before = both.metrics()
+def served_by_both(both: Workers, name: str) -> list[str]:
+    """Requests that begin so, of which each worker has served some."""
     ids: list[str] = []
     while len({both.worker_of(one) for one in ids}) < 2:  # the kernel gives each connection to whoever is quicker
         assert len(ids) < TRIES_MAX, "one worker has taken every connection"
-        ids.append(f"request-{len(ids)}")
+        ids.append(f"{name}-{len(ids)}")
         assert both.post(ids[-1]).status_code == 200
         until(lambda: both.worker_of(ids[-1]) is not None, "it is not logged")
+    return ids
+
+
+def test_whoever_is_asked_tells_of_all(both: Workers) -> None:
+    before = both.metrics()
+    ids = served_by_both(both, "request")
     for _ in range(6):  # each time of whoever takes the connection
         listed = both.get("/debug/requests").json()
         assert [one["request_id"] for one in listed["requests"]][: len(ids)] == ids[::-1]
@@ -73,6 +84,18 @@ def test_whoever_is_asked_tells_of_all(both: Workers) -> None:
         assert both.get(f"/debug/requests/{one}").json()["request_id"] == one
     assert both.get("/debug/requests/nobody").status_code == 404
     assert both.get(f"/debug/requests/{'x' * 5000}").status_code == 404
+
+
+def test_what_they_have_recorded_is_read_as_one(both: Workers) -> None:
+    ids = served_by_both(both, "recorded")
+    both_lives = recordings(Path(both.sockets[0]).parent / "flight")
+    assert {one.process for one in both_lives} == {"gateway-0", "gateway-1"}
+
+    def known(life: Recording) -> set[str]:
+        return {one.request_id for one in recorded(life.path, None).requests}
+
+    until(lambda: all(known(life) >= set(ids) for life in both_lives), "a request is recorded after it is answered")
+    assert all(recorded(life.path, None).totals.steps > 0 for life in both_lives)
 
 
 def test_each_line_of_a_log_says_whose_it_is(both: Workers) -> None:

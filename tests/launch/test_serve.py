@@ -222,9 +222,10 @@ def test_as_many_ranks_as_telemetry_knows_are_accepted() -> None:
 
 def test_workers_share_a_socket_and_know_each_other(model: Model) -> None:
     _, one = told(read_options({}, {}), model)
-    assert (one.workers, one.worker, one.requests_here_max) == (1, 0, one.requests_max)
+    assert (one.workers, one.worker, one.requests_here_max, one.start) == (1, 0, one.requests_max, "")
     workers = fleet.all_workers(one, read_options({"workers": "3"}, {}), Path("/run"))
     assert [worker.worker for worker in workers] == [0, 1, 2]
+    assert {worker.start for worker in workers} == {"run"}
     assert {worker.worker_sockets for worker in workers} == {tuple(f"/run/gateway-{n}.sock" for n in range(3))}
     children = fleet.worker_children(workers)
     assert [child.name for child in children] == ["gateway-0", "gateway-1", "gateway-2"]

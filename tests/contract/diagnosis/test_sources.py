@@ -23,7 +23,7 @@ from telemetry.evidence import Facts
 from telemetry.flight import open_records
 from telemetry.metrics import Metrics
 from telemetry.otlp_json import otlp_line
-from telemetry.records import RequestRecord
+from telemetry.records import MemoryReading, RequestRecord
 from telemetry.spans import request_spans
 from telemetry.vocabulary import View
 from tests.core.test_diagnosis import QUIET, busy, request, with_slow
@@ -184,7 +184,8 @@ def test_a_recording_knows_how_the_system_was_set_up_and_tells_two_lives_apart(t
     records.facts(Facts(prefix_cache=False))
     for life in ("a", "b"):
         for number in range(1, 4):
-            records.step(busy(number, requests={1: f"{life}{number}"}, slices=((1, 1),)))
+            memory = MemoryReading(resident_bytes=number)
+            records.step(busy(number, requests={1: f"{life}{number}"}, slices=((1, 1),), memory=memory))
     for number in range(20):
         records.request(request(number, QUIET | {"prefill": 400}, repeated_tokens=90))
     records.close()
@@ -193,3 +194,4 @@ def test_a_recording_knows_how_the_system_was_set_up_and_tells_two_lives_apart(t
     evidence = recorded(place, None)
     assert {step.requests[1] for step in evidence.steps.values()} == {"b1", "b2", "b3"}
     assert evidence.totals.steps == 6 and evidence.starts == 1
+    assert [size for _, size in evidence.memory["engine 0"]] == [1, 2, 3], "of another process: no series of one"

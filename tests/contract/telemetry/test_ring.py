@@ -21,6 +21,7 @@ from telemetry.ring import (
     FILES,
     RING_BYTES_MIN,
     SEGMENT_NS,
+    VERSION,
     Header,
     Ring,
     RingError,
@@ -202,11 +203,14 @@ def test_what_does_not_fit_is_counted_and_the_next_one_is_not_hindered(tmp_path:
     assert not ring.put(bytes(RING_BYTES_MIN))
     assert ring.put(b"small")
     assert ring.lost == 1
+    assert [segment.lost for segment in read_ring(tmp_path)] == [1], "within the newest segment"
     ring.turn(1)
-    assert read_ring(tmp_path)[-1].header.lost == 1
+    assert not ring.put(bytes(RING_BYTES_MIN))
+    assert [segment.lost for segment in read_ring(tmp_path)] == [1, 2]
     ring.close()
     assert not ring.put(b"late")
-    assert ring.lost == 2
+    assert ring.lost == 3
+    assert shrink(tmp_path) and [segment.lost for segment in read_ring(tmp_path)] == [1, 2]
 
 
 def test_it_is_for_us_alone_and_has_its_place_on_the_disk(tmp_path: Path) -> None:
@@ -249,7 +253,7 @@ def test_nothing_there_and_another_version_are_said(tmp_path: Path) -> None:
         read_ring(tmp_path)
     open_ring(tmp_path).close()
     assert head_of(tmp_path) is not None
-    newer = msgspec.structs.replace(HEADER, version=2, bytes=1)
+    newer = msgspec.structs.replace(HEADER, version=VERSION + 1, bytes=1)
     (tmp_path / "later").mkdir()
     Ring(tmp_path / "later", newer, ring_bytes=RING_BYTES_MIN).close()
     with pytest.raises(RingError, match="holds no recording, or none that can be read"):
