@@ -10,7 +10,6 @@ import msgspec
 
 from diagnosis.causes import BY_NAME, CAUSES
 from diagnosis.split import Split, shares_in_gap, shares_over, split
-from telemetry.catalogue import token_gap_mean_ns
 from telemetry.evidence import Evidence
 from telemetry.records import RequestRecord, StepRecord, request_of
 
@@ -205,7 +204,7 @@ def _fault(findings: Sequence[Finding]) -> Finding | None:
 def _pause(record: RequestRecord, evidence: Evidence) -> _Blame | None:
     """Its longest gap between tokens, if that is one to notice and a fault made it."""
     gap_ns = record.gap_max_ns
-    if gap_ns < max(PAUSE_NS, PAUSE_TIMES * (token_gap_mean_ns(record) or 0)):
+    if gap_ns < max(PAUSE_NS, PAUSE_TIMES * (record.token_gap_mean_ns() or 0)):
         return None
     found = split(record.gap_states, record, shares_in_gap(record, shares_over(evidence), evidence), evidence)
     cause = max(found, key=found.__getitem__)

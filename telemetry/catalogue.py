@@ -47,16 +47,8 @@ def _route_if(condition: bool, record: RequestRecord, amount: int) -> Points:
     return [((record.route,), amount)] if condition else []
 
 
-def token_gap_mean_ns(record: RequestRecord) -> int | None:
-    """Mean time between output tokens of one choice, after its first; None for fewer than two tokens a choice."""
-    gaps = record.output_tokens // max(1, record.choices) - 1
-    if gaps < 1 or record.first_token_ns <= 0:
-        return None
-    return max(0, _e2e_ns(record) - record.first_token_ns) // gaps
-
-
 def _token_gap(record: RequestRecord) -> Points:
-    gap_ns = token_gap_mean_ns(record)
+    gap_ns = record.token_gap_mean_ns()
     return [] if gap_ns is None else [((record.route,), gap_ns)]
 
 
@@ -306,7 +298,7 @@ REQUEST_METRICS = (
         "gen_ai_server_time_per_output_token_seconds",
         "OpenTelemetry gen_ai.server.time_per_output_token.",
         _GEN_AI_LABELS,
-        lambda r: _gen_ai(r, token_gap_mean_ns(r)),
+        lambda r: _gen_ai(r, r.token_gap_mean_ns()),
     ),
 )
 

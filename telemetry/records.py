@@ -245,6 +245,13 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Nanoseconds of the request's life that no state accounts for."""
         return self.finished_ns - self.accepted_ns - sum(self.states.values())
 
+    def token_gap_mean_ns(self) -> int | None:
+        """Mean time between output tokens of one choice, after its first; None for fewer than two tokens a choice."""
+        gaps = self.output_tokens // max(1, self.choices) - 1
+        if gaps < 1 or self.first_token_ns <= 0:
+            return None
+        return max(0, self.finished_ns - self.accepted_ns - self.first_token_ns) // gaps
+
     def part_imbalance(self) -> int:
         """The same of the time to its first token, and of its longest gap."""
         first_ns = self.first_token_ns - sum(self.first_token_states.values())

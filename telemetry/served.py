@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from telemetry.catalogue import token_gap_mean_ns
 from telemetry.records import RequestRecord
 from telemetry.views import JsonObject
 from telemetry.vocabulary import (
@@ -40,7 +39,7 @@ def served(records: Iterable[RequestRecord], now_ns: int) -> list[Served]:
 
 
 def _served(record: RequestRecord) -> Served:
-    gap_ns = token_gap_mean_ns(record)
+    gap_ns = record.token_gap_mean_ns()
     failed = record.outcome in FAULTS and record.status // 100 != 4  # a timeout may be the client's: 408
     return Served(record.first_token_ns, -1 if gap_ns is None else gap_ns, failed, record.output_tokens)
 

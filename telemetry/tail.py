@@ -8,7 +8,6 @@ Which traces are kept, decided at the end of a request, when it is known whether
     share       one of the rest, chosen by its trace id, so that all parts of a system choose the same
 """
 
-from telemetry.catalogue import token_gap_mean_ns
 from telemetry.live import TraceContext
 from telemetry.records import RequestRecord
 from telemetry.rolling import Rolling
@@ -77,5 +76,5 @@ def misses_objective(record: RequestRecord) -> bool:
     if record.route not in GENERATING_ROUTES:
         return False
     waited_ns = record.first_token_ns or record.finished_ns - record.accepted_ns
-    gap_ns = token_gap_mean_ns(record) or 0
+    gap_ns = record.token_gap_mean_ns() or 0
     return waited_ns > TIME_TO_FIRST_TOKEN_S * NS_PER_S or gap_ns > TIME_PER_OUTPUT_TOKEN_S * NS_PER_S
