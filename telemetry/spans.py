@@ -13,7 +13,6 @@ critical path that is true.  This module knows no SDK; `telemetry.export` does.
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
