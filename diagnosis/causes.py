@@ -107,6 +107,14 @@ CAUSES = (
         ordinary=True,
     ),
     Cause(
+        name="engine",
+        title="in the engine",
+        words="it is in the engine, which says what it has waited for and worked on once it ends",
+        absent="",
+        change=_always("look again when it has ended; the live page shows what it waits for now"),
+        ordinary=True,
+    ),
+    Cause(
         name="concurrency",
         title="more requests than places",
         words="it waited for a place in the batch: more requests than could be served at a time",

@@ -6,6 +6,7 @@ p99, and all beyond p99.9.  A cause is reported that carries a good part of one 
 Growing memory is no part of any request: it is judged by its slope.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
 
@@ -14,15 +15,13 @@ import msgspec
 from diagnosis.causes import BY_NAME
 from diagnosis.slope import slope
 from diagnosis.split import Shares, Split, shares_in_gap, shares_over, split
-from diagnosis.why import NO_ENGINE, UNREAD_LONG_NS, duration
+from diagnosis.why import FELT_NS, UNREAD_LONG_NS, duration
 from telemetry.evidence import GATEWAY, Evidence, Memory
 from telemetry.records import RequestRecord
 
 EvidenceValue = int | float | str
 CARRIES = 0.2
-"""Of a quantity of the slowest, what a cause must carry to be reported."""
-FELT_NS = 20_000_000
-"""And so long it must be, of one request."""
+"""Of a quantity of the slowest, what a cause must carry to be reported; and FELT_NS it must be, of one request."""
 CROWD_NS, STARVED_NS = 150_000_000, 50_000_000
 """The same for what others' work does: where several are served, or other programs run, some of it is as usual."""
 LEAST_NS = dict.fromkeys(("neighbours", "concurrency", "step_tokens"), CROWD_NS) | {"cpu_starvation": STARVED_NS}
@@ -30,7 +29,20 @@ GROWTH_BYTES_PER_S_MIN = 300_000.0
 GROWTH_BYTES_MIN = {GATEWAY: 128_000_000}
 """In all, before it is worth a word: a gateway remembers requests and steps, up to so much."""
 GROWTH_BYTES_ELSE = 8_000_000
+UNSERVED = {
+    "no_healthy_engine": ("cold_start", "there was no engine"),
+    "engine_lost": ("cold_start", "their engine died"),
+    "overloaded": ("concurrency", "as many waited already as may"),
+    "keys_unavailable": ("redis", "the server of keys could not be asked"),
+    "limits_unavailable": ("redis", "the server of limits could not be asked"),
+    "upstream_failed": ("upstream", "no upstream answered"),
+}
+"""Outcomes of who was not served, the cause of that, and its words: such requests were quick, and are nobody's tail."""
 UNSERVED_MIN = 3
+LATE = ("deadline", "timeout")
+"""Outcomes of who failed because it was slow, if the status says that it was ours."""
+UNREAD_SHARE = 0.001
+"""Of all requests, so many must have lain unread: the tails begin there, too."""
 SHOWN_MAX = 5
 """Requests of a tail that are named."""
 
@@ -87,7 +99,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     tails: dict[str, Tail]
     findings: tuple[Diagnosis, ...]
-    workers_silent: tuple[int, ...] = ()  # workers of the gateway that did not answer: what they know is missing
+    workers_silent: list[int] = []  # workers of the gateway that did not answer: what they know is missing
 
 
 def examine(evidence: Evidence) -> Report:
@@ -128,8 +140,9 @@ def examine(evidence: Evidence) -> Report:
 
 
 def _failed(record: RequestRecord) -> bool:
-    """Who was refused was not slow; who left may have left because it was."""
-    return record.status >= 400 and record.status != 499
+    """Who was refused was not slow; who left, or was given up, may have been."""
+    slow = record.status == 499 or (record.status >= 500 and record.outcome in LATE)
+    return record.status >= 400 and not slow
 
 
 def _taken_apart(record: RequestRecord, quantity: Quantity, usual: Shares, evidence: Evidence) -> Split:
@@ -160,29 +173,31 @@ def _diagnosis(name: str, carried: Mapping[str, Carried], evidence: Evidence) ->
     )
 
 
-def _unserved(evidence: Evidence, carried: Mapping[str, object]) -> Sequence[Diagnosis]:
-    """Requests that failed because there was no engine; they were quick, and nobody's tail."""
-    failed = sum(one.outcome in NO_ENGINE for one in evidence.requests)
-    if failed < UNSERVED_MIN or "cold_start" in carried:
-        return ()
-    cause = BY_NAME["cold_start"]
-    return [
-        Diagnosis(
+def _unserved(evidence: Evidence, carried: Mapping[str, object]) -> Iterable[Diagnosis]:
+    """Requests that failed before anybody could be slow."""
+    outcomes = Counter(one.outcome for one in evidence.requests if one.outcome in UNSERVED)
+    for name in dict.fromkeys(cause for cause, _ in UNSERVED.values()):
+        own = {outcome: count for outcome, count in outcomes.most_common() if UNSERVED[outcome][0] == name}
+        failed = sum(own.values())
+        if failed < UNSERVED_MIN or name in carried:
+            continue
+        because = " or ".join(UNSERVED[outcome][1] for outcome in own)
+        cause = BY_NAME[name]
+        yield Diagnosis(
             cause=cause.name,
             title=cause.title,
             share=failed / len(evidence.requests),
             quantities={},
-            words=f"{failed} of {len(evidence.requests)} requests failed, because there was no engine",
+            words=f"{failed} of {len(evidence.requests)} requests failed, because {because}",
             evidence={"failed_requests": failed, "engine_starts": evidence.starts},
             change=cause.change(evidence),
         )
-    ]
 
 
 def _unread(evidence: Evidence, carried: Mapping[str, object]) -> Sequence[Diagnosis]:
     """Requests that came while the gateway was held up: they waited before anybody kept a book of them."""
     late = [one for one in evidence.requests if one.unread_ns >= UNREAD_LONG_NS]
-    if not late or "event_loop" in carried:
+    if not late or len(late) < UNREAD_SHARE * len(evidence.requests) or "event_loop" in carried:
         return ()
     cause = BY_NAME["event_loop"]
     worst = max(late, key=lambda one: one.unread_ns)
@@ -190,7 +205,7 @@ def _unread(evidence: Evidence, carried: Mapping[str, object]) -> Sequence[Diagn
         Diagnosis(
             cause=cause.name,
             title=cause.title,
-            share=worst.unread_ns / (worst.unread_ns + worst.first_token_ns),
+            share=worst.unread_ns / (worst.unread_ns + worst.finished_ns - worst.accepted_ns),
             quantities={},
             words=f"{len(late)} requests may have lain unread, one for {duration(worst.unread_ns)}: {cause.words}",
             evidence={"unread_requests": len(late), "unread_ns_max": worst.unread_ns},

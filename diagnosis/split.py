@@ -54,8 +54,13 @@ class Shares:
     """Of the prompts that were computed, what a prefix cache could have had."""
 
 
-def shares_over(evidence: Evidence, steps: Iterable[StepRecord] | None = None) -> Shares:
-    """Over all of it, or over these steps; what single steps cannot tell is taken from all of them."""
+def shares_over(
+    evidence: Evidence, steps: Iterable[StepRecord] | None = None, *, usual: Shares | None = None
+) -> Shares:
+    """
+    Over all of it, or over these steps; what single steps cannot tell is taken from all of them, or from `usual`, which
+    is of all of them.
+    """
     whole, facts = evidence.totals, evidence.facts
     totals = whole
     if steps is not None:
@@ -81,13 +86,15 @@ def shares_over(evidence: Evidence, steps: Iterable[StepRecord] | None = None) -
         left -= shares[name]
     fixed = whole.fixed_share() if totals.prefill_tokens and _full(totals, evidence) else 0.0
     prompts = whole.row_share(totals.prefill_tokens / totals.steps, totals.tokens / totals.steps)
-    return Shares(shares, fixed, prompts, _missed(evidence.requests))
+    return Shares(shares, fixed, prompts, _missed(evidence.requests) if usual is None else usual.missed)
 
 
 def shares_in_gap(record: RequestRecord, usual: Shares, evidence: Evidence) -> Shares:
     """Over the step that ended its longest gap; if that is forgotten, what is usual."""
     step = evidence.steps.get((record.replica, record.gap_step))
-    return usual if step is None else shares_over(evidence, [step])
+    if step is None or not record.accepted_ns <= step.ended_ns <= record.finished_ns:
+        return usual  # Or it is a step of another life of that engine.
+    return shares_over(evidence, [step], usual=usual)
 
 
 def _full(totals: StepTotals, evidence: Evidence) -> bool:
@@ -99,8 +106,11 @@ def _full(totals: StepTotals, evidence: Evidence) -> bool:
 
 
 def _made_floats(facts: Facts) -> bool:
-    """Whether weights are held in few bits and multiplied as floats; who asks for floats has what was asked for."""
-    return bool(facts.why_torch) and facts.weights not in ("", "float")
+    """
+    Whether weights are held in few bits and multiplied as floats.  Who asks for floats has what was asked for; INT8 is
+    multiplied as such in torch, too.
+    """
+    return bool(facts.why_torch) and facts.weights not in ("", "float", "int8")
 
 
 def _late_ns(totals: StepTotals, judged: StepTotals) -> float:
@@ -144,7 +154,10 @@ def split(states: Mapping[str, int], record: RequestRecord, shares: Shares, evid
     _gateway(found, states, record)
     _queues(found, states, shares, evidence)
     for state in _STEPS:
-        _computed(found, state, states.get(state, 0), record, shares, evidence)
+        if record.outcome:
+            _computed(found, state, states.get(state, 0), record, shares, evidence)
+        else:  # Of a request in flight that is the gateway's guess.
+            _add(found, "engine", states.get(state, 0))
     for state, cause in _STAMPED.items():
         _add(found, cause, states.get(state, 0))
     _add(found, "unaccounted", sum(states.values()) - sum(found.values()))
@@ -214,7 +227,9 @@ def _computed(
 
 
 def _prefix(evidence: Evidence) -> str:
-    on = evidence.facts.prefix_cache
-    if on is False or (on is None and not evidence.totals.evictions and not evidence.starts):
+    """Why a beginning was computed again; if it was in the cache of another engine, or not yet in one, it had to be."""
+    if evidence.facts.prefix_cache is False:
         return "prefix_off"
-    return "cold_start" if evidence.starts and not evidence.totals.evictions else "prefix_lost"
+    if evidence.totals.evictions:
+        return "prefix_lost"
+    return "cold_start" if evidence.starts else "prompt"

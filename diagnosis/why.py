@@ -10,6 +10,7 @@ import msgspec
 
 from diagnosis.causes import BY_NAME, CAUSES
 from diagnosis.split import Split, shares_in_gap, shares_over, split
+from telemetry.catalogue import token_gap_mean_ns
 from telemetry.evidence import Evidence
 from telemetry.records import RequestRecord, StepRecord, request_of
 
@@ -22,6 +23,8 @@ WORTH = 0.02
 """Of the request's time: less is not a cause."""
 BLAMED, BLAMED_UNUSUAL = 0.2, 0.1
 """Of the request's time, what a fault must have taken to be named before the request's own work; if it is unusual."""
+FELT_NS = 20_000_000
+"""And so long it must be."""
 UNREAD_NS, UNREAD_LONG_NS = 20_000_000, 150_000_000
 """
 Shorter than that nothing is said of what came before a request was taken up, and nobody is blamed for it: a loop on a
@@ -73,11 +76,12 @@ class Why(msgspec.Struct, frozen=True, kw_only=True, rename={"absent": "not"}):
     e2e_ns: int
     summary: str
     blamed: str | None  # the fault that made it slow, pause or fail, if there was one; None: it was its own work
+    change: str | None  # what would help against that
     causes: tuple[Finding, ...]
     others: tuple[Other, ...]
     steps_known: int  # of the steps that it was in, those that are still remembered
     absent: tuple[Absent, ...]
-    workers_silent: tuple[int, ...] = ()  # workers of the gateway that did not answer: what they know is missing
+    workers_silent: list[int] = []  # workers of the gateway that did not answer: what they know is missing
 
 
 def why(record: RequestRecord, evidence: Evidence) -> Why:
@@ -107,6 +111,7 @@ def why(record: RequestRecord, evidence: Evidence) -> Why:
         e2e_ns=e2e_ns,
         summary=_summary(record, e2e_ns, findings, blames),
         blamed=blames[0].cause if blames else None,
+        change=BY_NAME[blames[0].cause].change(evidence) if blames else None,
         causes=findings,
         others=_others(record, steps, evidence),
         steps_known=len(steps),
@@ -114,6 +119,8 @@ def why(record: RequestRecord, evidence: Evidence) -> Why:
             Absent(cause.name, cause.absent)
             for cause in CAUSES
             if cause.absent
+            and record.outcome  # Before its end nobody can tell.
+            and cause.name not in {blame.cause for blame in blames}
             and found.get(cause.name, 0) < WORTH * e2e_ns
             and (evidence.totals.steps or not cause.estimated)  # Without steps nobody can tell.
         ),
@@ -174,7 +181,7 @@ def _blames(record: RequestRecord, e2e_ns: int, findings: Sequence[Finding], evi
     fault = _fault(findings)
     if fault is not None:
         yield _Blame(fault.cause, "")
-    pause = _pause(record, e2e_ns, evidence)
+    pause = _pause(record, evidence)
     if pause is not None and (fault is None or pause.cause != fault.cause):
         yield pause
     if record.unread_ns >= UNREAD_LONG_NS and record.unread_ns >= BLAMED * (record.unread_ns + e2e_ns):
@@ -186,11 +193,10 @@ def _fault(findings: Sequence[Finding]) -> Finding | None:
     return next((one for one in findings if not BY_NAME[one.cause].ordinary and _is_blamed(one)), None)
 
 
-def _pause(record: RequestRecord, e2e_ns: int, evidence: Evidence) -> _Blame | None:
+def _pause(record: RequestRecord, evidence: Evidence) -> _Blame | None:
     """Its longest gap between tokens, if that is one to notice and a fault made it."""
     gap_ns = record.gap_max_ns
-    mean_ns = (e2e_ns - record.first_token_ns) // max(1, record.output_tokens - 1)
-    if gap_ns < max(PAUSE_NS, PAUSE_TIMES * mean_ns):
+    if gap_ns < max(PAUSE_NS, PAUSE_TIMES * (token_gap_mean_ns(record) or 0)):
         return None
     found = split(record.gap_states, record, shares_in_gap(record, shares_over(evidence), evidence), evidence)
     cause = max(found, key=found.__getitem__)
@@ -220,7 +226,7 @@ def _summary(record: RequestRecord, e2e_ns: int, findings: Sequence[Finding], bl
 
 def _is_blamed(one: Finding) -> bool:
     unusual = one.baseline_ns is not None and one.ns >= UNUSUAL * one.baseline_ns
-    return one.share >= (BLAMED_UNUSUAL if unusual else BLAMED)
+    return one.ns >= FELT_NS and one.share >= (BLAMED_UNUSUAL if unusual else BLAMED)
 
 
 def duration(spent_ns: int) -> str:

@@ -20,10 +20,11 @@ def why_lines(answer: Why) -> list[str]:
     if answer.others:
         lines += ["", f"Who else was in its steps ({answer.steps_known} of them are remembered):"]
         lines += [f"  {duration(one.ns):>9}  {one.request_id}" for one in answer.others]
-    changes = [one for one in answer.causes if not BY_NAME[one.cause].ordinary and one.share >= 0.1]
+    changes = {BY_NAME[answer.blamed].title: answer.change} if answer.blamed else {}
+    changes |= {one.title: one.change for one in answer.causes if not BY_NAME[one.cause].ordinary and one.share >= 0.1}
     if changes:
         lines += ["", "What would help:"]
-        lines += [f"  {one.title}: {one.change}" for one in changes]
+        lines += [f"  {title}: {change}" for title, change in changes.items()]
     if answer.absent:
         lines += ["", "What it is not: " + "; ".join(one.words for one in answer.absent) + "."]
     return lines + _silent(answer.workers_silent)
@@ -42,7 +43,9 @@ def report_lines(report: Report) -> list[str]:
         if tails:
             lines.append(f"  {quantity.title}: {', '.join(tails)}")
     lines.append("")
-    if not report.findings:
+    if not report.requests:
+        lines.append("No request has ended in that time: there is nothing to judge.")
+    elif not report.findings:
         lines.append("Nothing is the matter: no cause but their own work carries the slow requests.")
     for number, one in enumerate(report.findings, 1):
         lines.append(f"{number}. {one.title}: {one.words}.")
@@ -51,7 +54,7 @@ def report_lines(report: Report) -> list[str]:
     return lines + _silent(report.workers_silent)
 
 
-def _silent(workers: tuple[int, ...]) -> list[str]:
+def _silent(workers: list[int]) -> list[str]:
     numbers = ", ".join(map(str, workers))
     return (
         ["", f"Workers of the gateway that did not answer, so that their part is missing: {numbers}."]

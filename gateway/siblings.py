@@ -141,7 +141,7 @@ class Siblings:
         """What has happened since then: the requests of all, and the steps, of which each worker hears."""
         answers, silent = await self._ask(_Records(since_ns), _Remembered)
         found = self._hub.evidence(since_ns)
-        found.workers_silent = tuple(silent)
+        found.workers_silent = silent
         if self._sockets:
             found.memory[f"{GATEWAY} {self._worker}"] = found.memory.pop(GATEWAY, [])
         for answer in answers:

@@ -42,7 +42,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     pressure: dict[str, float] = {}  # by resource, the share of it in which something on this machine waited for that
     starts: int = 0  # engines that came, or came back, in it
     facts: Facts = UNKNOWN
-    workers_silent: tuple[int, ...] = ()  # workers of the gateway whose requests are missing: they did not answer
+    workers_silent: list[int] = []  # workers of the gateway whose requests are missing: they did not answer
 
 
 def facts_of(details: Mapping[str, str], *, weights: str = "", kv_slots: int | None = None) -> Facts:

@@ -103,6 +103,8 @@ class LiveRequest:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
+            first_token_ns=self.first_token_ns,
+            repeated_tokens=self.repeated_tokens,
             model=self.model,
             route=self.route,
             stream=self.stream,

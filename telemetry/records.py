@@ -233,7 +233,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     charged_micros: int = 0  # what they cost, in millionths of the currency of the prices
     upstream: str = ""  # who answered, where that was no engine of ours; its KV, steps and phases are not known
     usage_estimated: bool = False  # the upstream has not said how many tokens there were
-    unread_ns: int = 0  # before `accepted_ns`: as late as the gateway's event loop was, it may have lain unread
+    unread_ns: int = 0  # before `accepted_ns`: as long as its event loop was held up, it may have lain unread
     repeated_tokens: int = 0  # of its prompt, as many as a prompt before it began with: what a prefix cache could find
     gc_pause_ns: int = 0  # of the gateway, while it was here: overlaps with its states
     loop_lag_ns: int = (

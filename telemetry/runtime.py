@@ -35,7 +35,7 @@ class Overlaps(NamedTuple):
     """By how much the event loop was late for neither of the other reasons: something held it up."""
     starved_ns: int
     late_ns: int
-    """By how much the event loop is late just now: as long may lie unread what it takes up next."""
+    """As long as something has held the event loop up just now: so long may have lain unread what it takes up next."""
 
 
 class RuntimeSampler:
@@ -56,7 +56,7 @@ class RuntimeSampler:
         """All of it so far; by what the loop is late just now counts already."""
         late_ns = self._late_ns(now_ns)
         held_ns = self._held_ns(late_ns) if late_ns >= LATE_NS else 0
-        return Overlaps(self._pauses.total_ns, self._lag_ns + held_ns, self.starved_ns, late_ns)
+        return Overlaps(self._pauses.total_ns, self._lag_ns + held_ns, self.starved_ns, held_ns)
 
     def start(self) -> None:
         """Begin to measure, on the running event loop."""

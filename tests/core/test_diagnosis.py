@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diagnosis.causes import BY_NAME, CAUSES
-from diagnosis.doctor import examine
+from diagnosis.doctor import UNSERVED, examine
 from diagnosis.split import shares_over, split
 from diagnosis.why import why
 from diagnosis.words import report_lines, why_lines
@@ -192,13 +192,63 @@ def test_nothing_is_reported_where_nothing_is_the_matter() -> None:
     assert examine(Evidence()).findings == ()
 
 
-def test_requests_that_found_no_engine_are_a_finding_of_their_own() -> None:
+@pytest.mark.parametrize("outcome", UNSERVED)
+def test_requests_that_were_not_served_are_a_finding_though_they_were_quick(outcome: str) -> None:
     evidence = healthy()
-    refused = {"outcome": "no_healthy_engine", "status": 503}
-    evidence.requests += [request(number, {"auth": 1, "parse": 1}, **refused) for number in range(100, 110)]
-    assert [one.cause for one in examine(evidence).findings] == ["cold_start"]
-    answer = why(evidence.requests[-1], evidence)
-    assert answer.blamed == "cold_start" and "It was not served" in answer.summary
+    refused = [request(n, {"auth": 1, "parse": 1}, outcome=outcome, status=503) for n in range(100, 110)]
+    evidence.requests += refused
+    cause, words = UNSERVED[outcome]
+    found = examine(evidence).findings
+    assert [one.cause for one in found] == [cause] and words in found[0].words and "10 of 110" in found[0].words
+    answer = why(refused[0], evidence)
+    if cause == "cold_start":
+        assert answer.blamed == cause and "It was not served" in answer.summary
+        assert cause not in {one.cause for one in answer.absent}
+        assert answer.change and answer.change in "\n".join(why_lines(answer))
+
+
+@pytest.mark.parametrize(("outcome", "status", "slow"), [("deadline", 504, True), ("timeout", 408, False)])
+def test_who_was_given_up_was_slow_and_who_sent_too_slowly_was_not(outcome: str, status: int, slow: bool) -> None:
+    evidence = healthy()
+    given_up = {"first_token_ns": 0, "first_token_states": {}, "outcome": outcome, "status": status}
+    evidence.requests += [request(n, {"auth": 1, "queue_kv_full": 60_000}, **given_up) for n in range(100, 103)]
+    assert [one.cause for one in examine(evidence).findings] == ["kv_starvation"] * slow
+
+
+def test_where_nothing_has_ended_nothing_is_vouched_for() -> None:
+    assert "nothing to judge" in "\n".join(report_lines(examine(Evidence())))
+
+
+def test_of_a_request_in_flight_nobody_guesses_what_its_engine_does() -> None:
+    evidence = healthy()
+    answer = why(request(100, {"auth": 1, "limit": 90, "prefill": 30_000}, outcome="", status=0), evidence)
+    assert (answer.causes[0].cause, answer.causes[0].ns) == ("engine", 30_000 * MS)
+    assert answer.absent == () and answer.blamed is None
+    answer = why(request(100, {"auth": 1, "limit": 900, "prefill": 300}, outcome="", status=0), evidence)
+    assert answer.blamed == "redis", "what the gateway stamps is known"
+
+
+def test_what_is_too_short_to_be_felt_is_nobodys_fault() -> None:
+    evidence = healthy()
+    assert why(request(100, {"auth": 1, "limit": 3, "prefill": 6, "decode": 3}), evidence).blamed is None
+
+
+def test_a_gap_is_not_explained_by_a_step_of_another_life() -> None:
+    evidence = healthy()
+    gap = {"gap_max_ns": 300 * MS, "gap_states": {"decode": 300 * MS}, "gap_step": 7, "output_tokens": 100}
+    paused = request(100, QUIET | {"decode": 1000}, accepted_ns=0, **gap)
+    collecting = busy(7, gc_pause_ns=9 * MS, ended_ns=500 * MS)
+    evidence.steps[0, 7] = collecting
+    assert why(paused, evidence).blamed == "garbage_collection"
+    evidence.steps[0, 7] = msgspec.structs.replace(collecting, ended_ns=5000 * MS)
+    assert why(paused, evidence).blamed is None
+
+
+def test_a_beginning_that_no_cache_could_have_had_is_no_fault_of_a_cache() -> None:
+    for facts in (Facts(prefix_cache=True), Facts()):
+        evidence = of_prompts(healthy(facts=facts), repeated_tokens=90)
+        assert examine(evidence).findings == ()
+        assert why(evidence.requests[0], evidence).blamed is None
 
 
 def test_each_worker_may_remember_as_much_as_one_gateway() -> None:
@@ -221,6 +271,10 @@ def test_what_lay_unread_is_in_no_book_and_said_all_the_same() -> None:
     assert [one.cause for one in examine(evidence).findings] == ["event_loop"]
     answer = why(evidence.requests[-1], evidence)
     assert "lain unread for 400.0 ms" in answer.summary and answer.blamed == "event_loop"
+    assert "event_loop" not in {one.cause for one in answer.absent}
+    many = healthy(requests=[request(number, QUIET) for number in range(2000)])
+    many.requests.append(evidence.requests[-1])
+    assert examine(many).findings == (), "one of 2,000 is in no tail that is looked at"
 
 
 def test_a_pause_has_a_cause_of_its_own_though_most_of_the_time_was_work() -> None:

@@ -34,7 +34,7 @@ class Verdict(msgspec.Struct, frozen=True):
     doctor: tuple[str, ...]
     """The causes that it names, in its order."""
     why: tuple[str, ...] | None
-    """Likewise, without ordinary work; None: it was not asked."""
+    """Likewise of the worst request, without ordinary work; nothing if nobody is blamed.  None: it was not asked."""
     statuses: dict[int, int]
     """Of the background's requests."""
     raw: Row
@@ -43,8 +43,6 @@ class Verdict(msgspec.Struct, frozen=True):
     @property
     def doctor_rank(self) -> str:
         """Of RANKS."""
-        if self.cause == HEALTHY:
-            return "wrong" if self.doctor else "right"
         return rank_of(self.cause, self.doctor)
 
     @property
@@ -54,7 +52,9 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def rank_of(cause: str, said: Sequence[str]) -> str:
-    """Whether it is named first, second or not that soon."""
+    """Whether it is named first, second or not that soon; where nothing is wrong, whether nothing is named."""
+    if cause == HEALTHY:
+        return "wrong" if said else "right"
     return RANKS[min(2, said.index(cause))] if cause in said else RANKS[-1]
 
 
@@ -76,7 +76,8 @@ async def examine(patient: Patient, fault: Fault | None, strength: Strength, see
     rows = await patient.rows("/debug/requests", "requests")
     raw: Row = {"doctor": doctor}
     why = None
-    sufferer = worst(rows, fault.hurts, began_ns) if fault is not None and fault.hurts is not None else None
+    hurts = "e2e_ns" if fault is None else fault.hurts
+    sufferer = worst(rows, hurts, began_ns) if hurts is not None else None
     if sufferer is not None:
         found = await patient.get(f"/debug/why/{sufferer['request_id']}")
         why = named(found)
@@ -108,7 +109,7 @@ def worst(rows: Sequence[Row], hurts: Hurts, began_ns: int) -> Row | None:
     """
 
     def harm(row: Row) -> tuple[bool, bool, int]:
-        interrupted = row["outcome"] == "engine_lost" or row["resumes"] != 0
+        interrupted = row["outcome"] == "engine_lost" or row.get("resumes", 0) != 0  # an upstream does not tell
         return interrupted, row["outcome"] in NO_ENGINE, msgspec.convert(row[hurts], int)
 
     own = [

@@ -310,7 +310,7 @@ FAULTS = (
         "dequantize",
         (
             Strength("fp8", setup=Setup(("--quantization", "fp8"))),
-            Strength("torch", setup=Setup(environ=IN_TORCH)),
+            Strength("torch, fp8", setup=Setup(("--quantization", "fp8"), IN_TORCH)),
             Strength("torch, nf4", setup=Setup(("--quantization", "nf4"), IN_TORCH)),
         ),
         "e2e_ns",
