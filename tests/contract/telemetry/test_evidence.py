@@ -10,8 +10,9 @@ import pytest
 from diagnosis.why import steps_of
 from telemetry import clock, hub, recent
 from telemetry.hub import Hub
-from telemetry.recent import GRAIN_NS, SAMPLES_MAX, Recent, Samples
+from telemetry.recent import SAMPLES_MAX, Recent, Samples
 from telemetry.records import MemoryReading, RequestRecord, StepRecord
+from telemetry.totals import GRAIN_NS
 
 
 def serving(number: int, *sequences: int, **more: object) -> StepRecord:
