@@ -235,7 +235,7 @@ def _numbers(name: str, evidence: Evidence) -> dict[str, EvidenceValue]:
         "straggler": {f"rank_{rank}_late_ns": late_ns for rank, late_ns in sorted(totals.late_ranks.items())},
         "interconnect": {"transfer_share": totals.parts.get("interconnect_transfer", 0) / busy_ns},
         "garbage_collection": {"engine_pause_share": totals.gc_pause_ns / busy_ns},
-        "cpu_starvation": {"engine_starved_ns_per_busy_ns": totals.starved_ns / busy_ns},
+        "cpu_starvation": {"engine_starved_ns_per_busy_ns": totals.starved_ns / busy_ns, **_machine(evidence)},
         "neighbours": {"prompt_rows_share": totals.prefill_tokens / max(1, totals.tokens)},
     }
     return known.get(name, {})
@@ -246,6 +246,11 @@ def _repeats(evidence: Evidence) -> dict[str, EvidenceValue]:
         "repeated_tokens": sum(one.repeated_tokens for one in evidence.requests),
         "cached_tokens": sum(one.cached_tokens for one in evidence.requests),
     }
+
+
+def _machine(evidence: Evidence) -> dict[str, EvidenceValue]:
+    pressure = evidence.pressure.get("cpu")
+    return {} if pressure is None else {"machine_cpu_pressure": pressure}
 
 
 def _memory(evidence: Evidence) -> Sequence[Diagnosis]:

@@ -129,12 +129,7 @@ def why(record: RequestRecord, evidence: Evidence) -> Why:
 
 def steps_of(record: RequestRecord, evidence: Evidence) -> Iterator[StepRecord]:
     """Those steps that served it, as far as they are remembered."""
-    numbers = {
-        (replica, number)
-        for (replica, _), step in evidence.steps.items()
-        for number, name in step.requests.items()
-        if request_of(name) == record.request_id
-    }
+    numbers = {spot for spot, name in evidence.names.items() if request_of(name) == record.request_id}
     for (replica, _), step in evidence.steps.items():
         if any((replica, number) in numbers for number, _ in step.slices):
             yield step
@@ -168,11 +163,7 @@ def _others(record: RequestRecord, steps: Sequence[StepRecord], evidence: Eviden
 
 
 def _names(evidence: Evidence) -> Mapping[tuple[int, int], str]:
-    return {
-        (replica, number): request_of(name)
-        for (replica, _), step in evidence.steps.items()
-        for number, name in step.requests.items()
-    }
+    return {spot: request_of(name) for spot, name in evidence.names.items()}
 
 
 class _Blame(NamedTuple):

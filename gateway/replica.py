@@ -289,15 +289,26 @@ class Replica:
         self.load = frame.load or self.load
         if frame.prefixes is not None and self.hello is not None:
             self._caches.heard(self.hello.epoch, frame.prefixes)
-        step = frame.step
-        if step is None:
+        if frame.step is None:
             return
+        step = self._as_ours(frame.step, now_ns)
         self._patience.learn(step)
         for record in step.finished:
             call = self.calls.get(record.request_id)
             if call is not None:
                 call.end(record)
-        self._watcher.step(step if step.replica == self.number else msgspec.structs.replace(step, replica=self.number))
+        self._watcher.step(step)
+
+    def _as_ours(self, step: StepRecord, now_ns: int) -> StepRecord:
+        """By our number of the replica and by our clock: where the engine has another, it ended as we heard of it."""
+        if self._one_clock:
+            return step if step.replica == self.number else msgspec.structs.replace(step, replica=self.number)
+        ahead_ns = now_ns - step.ended_ns
+        finished = tuple(
+            msgspec.structs.replace(one, accepted_ns=one.accepted_ns + ahead_ns, finished_ns=one.finished_ns + ahead_ns)
+            for one in step.finished
+        )
+        return msgspec.structs.replace(step, replica=self.number, ended_ns=now_ns, finished=finished)
 
     def _lose(self) -> int | None:
         """The connection is gone, and every call with it: how many were under way, None if there was no engine."""

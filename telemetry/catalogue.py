@@ -736,6 +736,7 @@ VIEW_METRICS = (
         unit="seconds",
         labels=("resource",),
         join="most",
+        absolute=True,
         divisor=NS_PER_S,
         of_view=lambda view: [((resource,), spent_ns) for resource, spent_ns in view.pressure_ns.items()],
     ),

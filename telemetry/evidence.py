@@ -37,7 +37,9 @@ class Evidence(msgspec.Struct, kw_only=True):
     requests: list[RequestRecord] = []  # that ended in it, newest first
     totals: StepTotals = msgspec.field(default_factory=StepTotals)  # of all replicas
     steps: dict[Spot, StepRecord] = {}  # those that are still remembered
+    names: dict[tuple[int, int], str] = {}  # of sequences that those served, by a replica and its number of each
     memory: Memory = {}
+    pressure: dict[str, float] = {}  # by resource, the share of it in which something on this machine waited for that
     starts: int = 0  # engines that came, or came back, in it
     facts: Facts = UNKNOWN
     workers_silent: list[int] = []  # workers of the gateway whose requests are missing: they did not answer

@@ -46,7 +46,7 @@ PUMP_PERIOD_S = 0.1
 PUMP_BUDGET_NS = 2_000_000
 """How long one turn of the pump may keep the event loop."""
 SAMPLE_PERIOD_NS = 1_000_000_000
-"""How often memory is looked at."""
+"""How often memory is looked at, and what the machine waits for."""
 FLUSH_S = 3.0
 """How long `stop` waits for a collector."""
 RECORDS_MAX = 16_384
@@ -280,6 +280,7 @@ class Hub:
             if now_ns - sampled_ns >= SAMPLE_PERIOD_NS:
                 sampled_ns = now_ns
                 self._recent.sampled(GATEWAY, now_ns, resident_bytes())
+                self._recent.pressed(now_ns, host_pressure_ns())
             await asyncio.sleep(0 if pending else PUMP_PERIOD_S)
 
     def _pump_all(self) -> None:

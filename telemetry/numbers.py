@@ -51,9 +51,9 @@ class Numbers(msgspec.Struct, frozen=True):
     histograms: dict[str, dict[Labels, Histogram]] = {}
 
     def counted(self) -> "Numbers":
-        """Without what was only true at its time: all that is left of a process that has died."""
-        gauges = {metric.name for metric in CATALOGUE if metric.kind == "gauge"}
-        return Numbers({name: series for name, series in self.sums.items() if name not in gauges}, self.histograms)
+        """Without what was only true at its time, or is nothing of its own: all that is left of one that has died."""
+        seen = {metric.name for metric in CATALOGUE if metric.kind == "gauge" or metric.absolute}
+        return Numbers({name: series for name, series in self.sums.items() if name not in seen}, self.histograms)
 
 
 def join(several: Sequence[Numbers]) -> Numbers:

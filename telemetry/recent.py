@@ -21,6 +21,10 @@ REPLICAS_MAX = 64
 TOTALS_MAX = 720
 """Stretches of steps of which sums are kept: of an hour."""
 SAMPLES_MAX = 720
+PRESSURES_MAX = TOTALS_MAX
+"""Readings of what the machine waited for, GRAIN_NS apart: of the same hour."""
+NAMES_MAX = 8192
+"""Sequences whose names are kept, those that were served last: more than requests are remembered."""
 STARTS_MAX = 256
 BLOCK_SLOTS = 16
 """Tokens per KV block, of an engine that has not said otherwise."""
@@ -91,6 +95,8 @@ class Recent:
         self._steps: deque[StepRecord] = deque(maxlen=steps_max)
         self._totals: deque[StepTotals] = deque(maxlen=TOTALS_MAX)
         self._starts_ns: deque[int] = deque(maxlen=STARTS_MAX)
+        self._names: OrderedDict[tuple[int, int], str] = OrderedDict()
+        self._pressures_ns: deque[tuple[int, dict[str, int]]] = deque(maxlen=PRESSURES_MAX)
         self.memory: dict[str, Samples] = {}
         self.live: dict[str, LiveRequest] = {}
         self.steps_seen = 0
@@ -123,6 +129,7 @@ class Recent:
         record = msgspec.structs.replace(record, finished=())
         self._steps.append(record)
         self.steps_seen += 1
+        self._name(record)
         if not self._totals or record.ended_ns - self._totals[-1].first_ns > GRAIN_NS:
             self._totals.append(StepTotals())
         self._totals[-1].add(record)
@@ -133,6 +140,17 @@ class Recent:
         replica.last_step = record
         replica.heard_ns = heard_ns
 
+    def _name(self, record: StepRecord) -> None:
+        """Who it served: a sequence is named in its first step alone, which is forgotten before its last one."""
+        names = self._names
+        for number, name in record.requests.items():
+            names[record.replica, number] = name
+        for number, _ in record.slices:
+            if (record.replica, number) in names:
+                names.move_to_end((record.replica, number))
+        while len(names) > NAMES_MAX:
+            names.popitem(last=False)
+
     def connected(self, number: int, *, epoch: str, block_slots: int, now_ns: int) -> None:
         """The replica is there.  Another epoch than before is another process: its pool is new and empty."""
         replica = self._replica(number)
@@ -140,9 +158,12 @@ class Recent:
             self._starts_ns.append(now_ns)
             # Steps and sequences of a new life are counted from the beginning: they must not be taken for those before.
             self._steps = deque((one for one in self._steps if one.replica != number), maxlen=self._steps.maxlen)
+            self._names = OrderedDict(one for one in self._names.items() if one[0][0] != number)
         if replica.epoch not in ("", epoch):
             replica.restarts += 1
             replica.last_step = None
+            # What the life before has held would hide what this one takes more and more of.
+            self.memory.pop(f"engine {number}", None)
         replica.epoch = epoch
         replica.block_slots = block_slots
         replica.heard_ns = now_ns
@@ -164,13 +185,29 @@ class Recent:
         if size_bytes:
             self.memory.setdefault(process, Samples()).add(at_ns, size_bytes)
 
+    def pressed(self, at_ns: int, waited_ns: dict[str, int]) -> None:
+        """For how long, ever, something on this machine has waited for each resource."""
+        if waited_ns and (not self._pressures_ns or at_ns - self._pressures_ns[-1][0] >= GRAIN_NS):
+            self._pressures_ns.append((at_ns, waited_ns))
+
+    def _pressure(self, since_ns: int) -> dict[str, float]:
+        """By resource, the share of the time since then; empty while there are no two readings."""
+        before = [one for one in self._pressures_ns if one[0] <= since_ns][-1:]
+        readings = before + [one for one in self._pressures_ns if one[0] > since_ns]
+        if len(readings) < 2:
+            return {}
+        (first_ns, first), (last_ns, last) = readings[0], readings[-1]
+        return {name: (last[name] - first[name]) / (last_ns - first_ns) for name in first.keys() & last.keys()}
+
     def evidence(self, since_ns: int, now_ns: int) -> Evidence:
         """All that has happened since then, as far as it is remembered."""
         found = Evidence(
             window_ns=now_ns - since_ns,
             requests=[one for one in reversed(self._requests.values()) if one.finished_ns >= since_ns],
             steps={(one.replica, one.step_id): one for one in self._steps if one.ended_ns >= since_ns},
+            names=dict(self._names),
             memory={process: samples.since(since_ns) for process, samples in self.memory.items()},
+            pressure=self._pressure(since_ns),
             starts=sum(start_ns >= since_ns for start_ns in self._starts_ns),
         )
         whole = [one for one in self._totals if one.first_ns >= since_ns]

@@ -21,14 +21,10 @@ class StepTotals(msgspec.Struct):
 
     steps: int = 0
     first_ns: int = 0  # the end of the first step
-    last_ns: int = 0  # that of the last one
     parts: dict[str, int] = {}
-    compute_parts: dict[str, int] = {}
     tokens: int = 0
     prefill_tokens: int = 0
     recompute_tokens: int = 0
-    cached_tokens: int = 0
-    emitted_tokens: int = 0
     running: int = 0
     waiting: int = 0
     preemptions: int = 0
@@ -55,12 +51,10 @@ class StepTotals(msgspec.Struct):
     def add(self, step: StepRecord) -> None:
         """One step more."""
         self.first_ns = min(self.first_ns, step.ended_ns) if self.steps else step.ended_ns
-        self.last_ns = max(self.last_ns, step.ended_ns)
         self.steps += 1
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(step, name))
         _join(self.parts, step.parts)
-        _join(self.compute_parts, step.compute_parts)
         book = step.interconnect
         if book.straggler >= 0 and book.wait_ns + sum(book.rank_wait_ns):
             _join(self.late_ranks, {f"{step.replica}:{book.straggler}": max(book.wait_ns, *book.rank_wait_ns)})
@@ -83,10 +77,9 @@ class StepTotals(msgspec.Struct):
         if not other.steps:
             return
         self.first_ns = min(self.first_ns, other.first_ns) if self.steps else other.first_ns
-        self.last_ns = max(self.last_ns, other.last_ns)
         for name in (*_SUMMED, "steps", *_FLOATS):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("parts", "compute_parts", "late_ranks"):
+        for name in ("parts", "late_ranks"):
             _join(getattr(self, name), getattr(other, name))
         self._full(other.tokens_max, other.full_tokens)
 
@@ -131,9 +124,8 @@ def _share(part: float, whole: float) -> float:
 
 
 _SUMMED = (
-    "tokens", "prefill_tokens", "recompute_tokens", "cached_tokens", "emitted_tokens", "running", "waiting",
-    "preemptions", "evictions", "drafted_tokens", "draft_rejected_tokens", "draft_rejected_ns", "gc_pause_ns",
-    "starved_ns",
+    "tokens", "prefill_tokens", "recompute_tokens", "running", "waiting", "preemptions", "evictions",
+    "drafted_tokens", "draft_rejected_tokens", "draft_rejected_ns", "gc_pause_ns", "starved_ns",
 )  # fmt: skip
 _FLOATS = (
     "kv_waits", "kv_wait_utilization", "kv_wait_fragmentation", "kv_wait_lookahead",

@@ -267,6 +267,8 @@ class Metric:
     of_view: Callable[[View], Points] | None = None
     join: Literal["sum", "most", "least", "first"] = "sum"
     """What becomes of the numbers of several gateway workers; see `telemetry.numbers`."""
+    absolute: bool = False
+    """Whether a view tells all of it, also what was before this process: no life of it goes on from the one before."""
     exemplars: bool = False
     """Whether the buckets name the last request in them whose trace is kept."""
     zeros: bool = False

@@ -25,9 +25,11 @@ def recorded(directory: Path, seconds: float | None) -> Evidence:
     for step in steps:
         if step.step_id <= newest.get(step.replica, -1):  # a new life: its steps and sequences are counted anew
             found.steps = {spot: one for spot, one in found.steps.items() if spot[0] != step.replica}
+            found.names = {spot: name for spot, name in found.names.items() if spot[0] != step.replica}
             found.memory.pop(f"engine {step.replica}", None)  # another process: what it takes is no growth
             found.starts += step.ended_ns >= since_ns
         newest[step.replica] = step.step_id
+        found.names |= {(step.replica, number): name for number, name in step.requests.items()}
         if step.ended_ns >= since_ns:
             found.steps[step.replica, step.step_id] = step
             found.totals.add(step)

@@ -257,6 +257,14 @@ def test_each_worker_may_remember_as_much_as_one_gateway() -> None:
         assert bool(examine(healthy(memory={process: grown})).findings) is suspected
 
 
+def test_what_the_machine_waited_for_stands_beside_what_the_engine_did_if_it_is_known() -> None:
+    evidence = case("cpu_starvation")
+    assert "machine_cpu_pressure" not in examine(evidence).findings[0].evidence
+    evidence.pressure = {"cpu": 0.75, "memory": 0.5}
+    numbers = examine(evidence).findings[0].evidence
+    assert numbers["machine_cpu_pressure"] == 0.75 and len(numbers) == 2
+
+
 def test_what_lay_unread_is_in_no_book_and_said_all_the_same() -> None:
     evidence = healthy()
     evidence.requests.append(request(100, QUIET, unread_ns=400 * MS))
@@ -305,9 +313,8 @@ def test_why_names_who_else_was_in_its_steps_and_what_is_usual() -> None:
     evidence = case("neighbours")
     record = evidence.requests[-1]
     record = msgspec.structs.replace(record, stalled_for={"loud": 2000 * MS})
-    evidence.steps[0, 7] = busy(
-        7, requests={1: f"{record.request_id}#ab-0", 2: "other#cd-0"}, slices=((1, 1), (2, 3)), served_ns=8 * MS
-    )
+    evidence.steps[0, 7] = busy(7, slices=((1, 1), (2, 3)), served_ns=8 * MS)
+    evidence.names = {(0, 1): f"{record.request_id}#ab-0", (0, 2): "other#cd-0", (1, 2): "elsewhere#ef-0"}
     answer = why(record, evidence)
     assert [(one.request_id, one.ns) for one in answer.others] == [("loud", 2000 * MS), ("other", 6 * MS)]
     assert answer.steps_known == 1

@@ -185,8 +185,9 @@ class ShellEngine:
         step_delay_s: float = 0.0,
         speculation: Speculation | None = None,
         secret: bytes = b"",
+        clock_off_ns: int = 0,
     ) -> None:
-        """With a `secret`, `path` is `tcp:HOST:PORT`."""
+        """With a `secret`, `path` is `tcp:HOST:PORT`; by `clock_off_ns` the clock of its machine is ahead of ours."""
         self.device = FakeRunner(
             vocab_size=vocab_size, context_max=context_max, blocks_max=256, eos_ids=(EOS_ID,), step_delay_s=step_delay_s
         )
@@ -201,7 +202,7 @@ class ShellEngine:
         hello = Hello(
             epoch=secrets.token_hex(8),
             replica=0,
-            clock_id=CLOCK_ID,
+            clock_id="elsewhere" if clock_off_ns else CLOCK_ID,
             model=MODEL,
             fingerprint=facts.fingerprint,
             reproducible=True,
@@ -219,7 +220,7 @@ class ShellEngine:
         self.scheduler = Scheduler(config, speculation=speculation)
         self._server = Server(path if secret else f"unix:{path}", hello, secret)
         self._server.shows(self._look)
-        self._loop = Loop(self.scheduler, self.device, self._server)
+        self._loop = Loop(self.scheduler, self.device, self._server, clock=lambda: now_ns() + clock_off_ns)
         self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
 
     def start(self) -> None:

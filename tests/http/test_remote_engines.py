@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -11,12 +12,15 @@ import pytest
 from engine.handshake import ANSWER_BYTES, MAGIC, NONCE_BYTES
 from gateway import connection
 from gateway.__main__ import main
+from telemetry.clock import now_ns
+from telemetry.records import StepRecord
 from tests.http.asking import chat, post
 from tests.http.conftest import options_for
 from tests.http.guard import until
 from tests.http.harness import LiveGateway, ShellEngine
 
 SECRET = b"s" * 32
+HOURS_NS = 5 * 3600 * 1_000_000_000
 Before = Callable[..., LiveGateway]
 
 
@@ -37,15 +41,22 @@ def before(model_dir: Path) -> Iterator[Before]:
         gateway.stop()
 
 
-@pytest.fixture
-def remote(vocab_size: int) -> Iterator[str]:
+@contextmanager
+def serving(vocab_size: int, *, clock_off_ns: int = 0) -> Iterator[str]:
     """The address of the real engine shell on a network."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"tcp:127.0.0.1:{free.getsockname()[1]}"
-    engine = ShellEngine(address, vocab_size=vocab_size, secret=SECRET)
+    engine = ShellEngine(address, vocab_size=vocab_size, secret=SECRET, clock_off_ns=clock_off_ns)
     engine.start()
     yield address
     engine.stop()
+
+
+@pytest.fixture
+def remote(vocab_size: int) -> Iterator[str]:
+    """One that is there for the whole test."""
+    with serving(vocab_size) as address:
+        yield address
 
 
 def reason(gateway: LiveGateway, wanted: str) -> None:
@@ -57,6 +68,33 @@ def reason(gateway: LiveGateway, wanted: str) -> None:
 def test_an_engine_that_knows_the_secret_serves(before: Before, remote: str) -> None:
     gateway = before(remote)
     assert post(gateway, chat())["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("off_ns", [HOURS_NS, -HOURS_NS], ids=["ahead", "behind"])
+def test_what_an_engine_with_another_clock_tells_is_told_by_ours(
+    before: Before, monkeypatch: pytest.MonkeyPatch, vocab_size: int, off_ns: int
+) -> None:
+    told: list[StepRecord] = []
+    with serving(vocab_size, clock_off_ns=off_ns) as address:
+        gateway = before(address)
+        hear = gateway.hub.step
+
+        def listen(step: StepRecord) -> None:
+            told.append(step)
+            hear(step)
+
+        monkeypatch.setattr(gateway.hub, "step", listen)
+        began_ns = now_ns()
+        request_id = str(post(gateway, chat())["id"])
+        gateway.record(request_id)
+        why = gateway.client.get(f"/debug/why/{request_id}").json()
+    heard_ns = now_ns()
+    assert why["steps_known"] > 0, "they are within the time that it looks at"
+    served = [step for step in told if step.slices]
+    ended = [record for step in told for record in step.finished]
+    assert served and len(ended) == 1
+    assert all(began_ns <= step.ended_ns <= heard_ns for step in served)
+    assert began_ns <= ended[0].accepted_ns <= ended[0].finished_ns <= heard_ns and ended[0].imbalance() == 0
 
 
 def test_a_gateway_with_another_secret_is_told_nothing_and_says_why(before: Before, remote: str) -> None:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from diagnosis.doctor import Report, examine
 from diagnosis.sources import asked
 from diagnosis.sources.recording import recorded
-from diagnosis.why import Why
+from diagnosis.why import Why, why
 from launch.errors import UserError
 from pellucid import cli
 from telemetry.evidence import Facts
@@ -184,7 +184,7 @@ def test_a_recording_knows_how_the_system_was_set_up_and_tells_two_lives_apart(t
     records.facts(Facts(prefix_cache=False))
     for life in ("a", "b"):
         for number in range(1, 4):
-            memory = MemoryReading(resident_bytes=number)
+            memory = MemoryReading(resident_bytes={"a": 900, "b": 100}[life] + number)
             records.step(busy(number, requests={1: f"{life}{number}"}, slices=((1, 1),), memory=memory))
     for number in range(20):
         records.request(request(number, QUIET | {"prefill": 400}, repeated_tokens=90))
@@ -194,4 +194,17 @@ def test_a_recording_knows_how_the_system_was_set_up_and_tells_two_lives_apart(t
     evidence = recorded(place, None)
     assert {step.requests[1] for step in evidence.steps.values()} == {"b1", "b2", "b3"}
     assert evidence.totals.steps == 6 and evidence.starts == 1
-    assert [size for _, size in evidence.memory["engine 0"]] == [1, 2, 3], "of another process: no series of one"
+    assert evidence.names == {(0, 1): "b3"} and [size for _, size in evidence.memory["engine 0"]] == [101, 102, 103]
+
+
+def test_who_was_in_the_last_seconds_of_a_recording_stands_before_them(tmp_path: Path) -> None:
+    records = open_records(str(tmp_path), "gateway-0", ring_bytes=1 << 20)
+    assert records is not None
+    records.step(busy(0, requests={1: "mine#a-0", 2: "other#b-0"}, slices=((1, 1), (2, 1))))
+    for number in range(1, 1000):
+        records.step(busy(number, slices=((1, 1), (2, 3))))
+    records.close()
+    evidence = recorded(next(path for path in tmp_path.rglob("gateway-0*") if path.is_dir()), 5)
+    assert 400 < len(evidence.steps) < 600
+    answer = why(request(0, QUIET, request_id="mine"), evidence)
+    assert answer.steps_known == len(evidence.steps) and [one.request_id for one in answer.others] == ["other"]

@@ -258,6 +258,7 @@ def test_the_catalogue_keeps_its_own_rules() -> None:
             assert all(label in LABELS for label in metric.labels), metric.name
         readers = (metric.of_request, metric.of_step, metric.of_view)
         assert sum(reader is not None for reader in readers) <= 1, metric.name
+        assert not metric.absolute or (metric.of_view is not None and metric.join == "most"), metric.name
 
 
 @pytest.mark.parametrize("accept", ["application/openmetrics-text; version=1.0.0", "text/plain", ""])

@@ -217,5 +217,18 @@ def test_what_one_worker_cannot_reach_is_not_up() -> None:
         assert {name: list(shown(*views)[name].values()) for name in ups} == {name: [0] for name in ups}
 
 
+def test_what_the_machine_counts_is_not_counted_again_by_the_next_life_of_a_worker() -> None:
+    name = "pellucid_host_pressure_seconds_total"
+    worker = Metrics()
+    for waited_ns in (500, 700, 900):
+        view = View(pressure_ns={"cpu": waited_ns}, starved_ns=10)
+        numbers = worker.numbers(view)
+        assert numbers.sums[name] == {("cpu",): waited_ns}
+        assert join([worker.numbers(view), numbers.counted()]).sums[name] == {("cpu",): waited_ns}
+        worker = Metrics()
+        worker.resume(numbers)
+    assert worker.numbers(View()).sums["pellucid_gateway_starved_seconds_total"] == {(): 30}, "that is its own"
+
+
 def test_the_dead_see_nothing() -> None:
     assert not {metric.name for metric in CATALOGUE if metric.kind == "gauge"} & seen(1).counted().sums.keys()
