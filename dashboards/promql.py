@@ -24,7 +24,7 @@ _BY_SERIES: dict[str, Metric] = {
 _TARGET_LABELS = ("job", "instance")
 _WORDS = frozenset({"and", "or", "unless", "bool", "offset"})
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
-_SERIES = re.compile(r"(?<![\w.$])([a-zA-Z_:][\w:]*)(\s*\{[^}]*\})?(?!\w|\s*\()")
+_SERIES = re.compile(r'(?<![\w.$])([a-zA-Z_:][\w:]*)(\s*\{(?:[^"}]|"[^"]*")*\})?(?!\w|\s*\()')
 _MATCHER = re.compile(r'\s*(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"\s*(?:,|$)')
 
 

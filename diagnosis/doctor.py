@@ -62,6 +62,8 @@ QUANTITIES = (
     Quantity("e2e", "whole time", lambda one: one.finished_ns - one.accepted_ns, lambda one: one.states),
 )
 TAILS = {"p99": 0.99, "p99.9": 0.999}
+MEAN = {"mean": 0.0}
+"""Where a mean is all there is."""
 
 
 class Tail(msgspec.Struct, frozen=True):
@@ -110,7 +112,7 @@ def examine(evidence: Evidence) -> Report:
     for quantity in QUANTITIES:
         measured = [one for one in evidence.requests if quantity.amount(one) > 0 and one.route and not _failed(one)]
         measured.sort(key=quantity.amount, reverse=True)
-        for tail, quantile in TAILS.items():
+        for tail, quantile in (MEAN if evidence.mean_of else TAILS).items():
             slowest = measured[: max(1, len(measured) - ceil(quantile * len(measured)) + 1)]
             if not slowest:
                 continue
@@ -125,13 +127,13 @@ def examine(evidence: Evidence) -> Report:
                     and felt_ns >= LEAST_NS.get(cause, FELT_NS)
                     and not BY_NAME[cause].ordinary
                 ):
-                    shown = f"the {quantity.title} at {tail}"
+                    shown = f"the mean {quantity.title}" if evidence.mean_of else f"the {quantity.title} at {tail}"
                     carried.setdefault(cause, {})[name] = Carried(spent_ns / whole, felt_ns, shown)
     found = [_diagnosis(name, shares, evidence) for name, shares in carried.items()]
     found += [*_unserved(evidence, carried), *_unread(evidence, carried), *_memory(evidence)]
     return Report(
         window_s=evidence.window_ns / 1e9,
-        requests=len(evidence.requests),
+        requests=evidence.mean_of or len(evidence.requests),
         steps=evidence.totals.steps,
         tails=tails,
         findings=tuple(sorted(found, key=lambda one: -one.share)),

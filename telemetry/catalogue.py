@@ -21,9 +21,9 @@ from telemetry.vocabulary import (
     MEMORIES,
     MICROS,
     NS_PER_S,
+    OBSERVING_ROUTES,
     PROMISES,
     STEP_BUCKETS_S,
-    STREAMED_ROUTES,
     TOKEN_BUCKETS,
     UPSTREAM_RESULTS,
     WAITING_STATES,
@@ -53,7 +53,8 @@ def _token_gap(record: RequestRecord) -> Points:
 
 
 def _states(record: RequestRecord) -> Points:
-    if record.route in STREAMED_ROUTES:
+    """Of who is served: those who look do so as long and as often as they like, which is nobody's latency."""
+    if record.route in OBSERVING_ROUTES:
         return []
     return [((state,), spent_ns) for state, spent_ns in record.states.items()]
 
@@ -153,7 +154,7 @@ REQUEST_METRICS = (
     Metric(
         name="pellucid_request_state_seconds_total",
         kind="counter",
-        help="Time that ended requests have spent in each state; the states sum to durations.  Without live views.",
+        help="Time that ended requests have spent in each state; they sum to durations.  Without those who only look.",
         unit="seconds",
         labels=("state",),
         divisor=NS_PER_S,

@@ -35,6 +35,7 @@ class Evidence(msgspec.Struct, kw_only=True):
 
     window_ns: int = 0
     requests: list[RequestRecord] = []  # that ended in it, newest first
+    mean_of: int = 0  # so many requests stand there as one, their mean, which has no tail; 0: all are there themselves
     totals: StepTotals = msgspec.field(default_factory=StepTotals)  # of all replicas
     steps: dict[Spot, StepRecord] = {}  # those that are still remembered
     names: dict[tuple[int, int], str] = {}  # of sequences that those served, by a replica and its number of each

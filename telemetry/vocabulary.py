@@ -65,8 +65,8 @@ OBSERVING_ROUTES = (
     "/admin",
 )
 """Routes of those who look: counted, but not traced, logged or remembered among the requests."""
-STREAMED_ROUTES = ("/debug/live",)
-"""Of those who look for as long as they like: how long that was is no latency, and in no sum with others."""
+SERVED_ROUTES = tuple(route for route in ROUTES if route not in OBSERVING_ROUTES)
+"""All others: whose time is in the sums over states."""
 GENERATING_ROUTES = ("/v1/chat/completions", "/v1/completions")
 OUTCOMES = (
     # As the engine ends requests.

@@ -3,7 +3,7 @@
 from dashboards.board import HERE, Board, Line, Panel, Row
 from dashboards.boards.overview import FIRST_TOKEN, PER_TOKEN, quantiles
 from dashboards.promql import share
-from telemetry.vocabulary import GENERATING_ROUTES
+from telemetry.vocabulary import GENERATING_ROUTES, SERVED_ROUTES
 
 _SPENT = "pellucid_request_state_seconds_total"
 _QUEUED = ("queue_batch_full", "queue_kv_full", "queue_token_budget", "queue_fairness")
@@ -11,7 +11,8 @@ _GATEWAY = (
     "auth", "parse", "tokenize", "limit", "route", "dispatch",
     "deliver", "detokenize", "send", "send_blocked", "finalize",
 )  # fmt: skip
-_ENDED = "pellucid_request_duration_seconds_count"
+_ENDED = HERE.rate("pellucid_request_duration_seconds_count", route=SERVED_ROUTES)
+"""Those whose time is in the states: who only looks is in neither."""
 
 _LEDGER = Row(
     "The ledger",
@@ -19,9 +20,9 @@ _LEDGER = Row(
         Panel(
             title="Where the time of a request goes",
             description="Mean time of an ended request in each state. A request is in one state at any time, so the "
-            "stack is the mean duration, exactly.",
+            "stack is the mean duration, exactly. Probes, and people who look, are not counted.",
             unit="s",
-            lines=(Line(share(HERE.rate(_SPENT, "state"), HERE.rate(_ENDED), each="state"), "{{state}}"),),
+            lines=(Line(share(HERE.rate(_SPENT, "state"), _ENDED, each="state"), "{{state}}"),),
             stacked=True,
             width=24,
         ),
@@ -56,9 +57,7 @@ _LEDGER = Row(
             description="Mean time in the queue of an ended request: no place in the batch, too few free KV blocks, "
             "the step's tokens spent, or held back for fairness.",
             unit="s",
-            lines=(
-                Line(share(HERE.rate(_SPENT, "state", state=_QUEUED), HERE.rate(_ENDED), each="state"), "{{state}}"),
-            ),
+            lines=(Line(share(HERE.rate(_SPENT, "state", state=_QUEUED), _ENDED, each="state"), "{{state}}"),),
             stacked=True,
             width=12,
         ),
@@ -71,7 +70,7 @@ _LEDGER = Row(
                 Line(
                     share(
                         HERE.rate(_SPENT, "state", state=("stalled", "preempted", "recompute")),
-                        HERE.rate(_ENDED),
+                        _ENDED,
                         each="state",
                     ),
                     "{{state}}",
@@ -84,9 +83,7 @@ _LEDGER = Row(
             title="In the gateway",
             description="Mean time outside of the engine; send_blocked is a client that does not read.",
             unit="s",
-            lines=(
-                Line(share(HERE.rate(_SPENT, "state", state=_GATEWAY), HERE.rate(_ENDED), each="state"), "{{state}}"),
-            ),
+            lines=(Line(share(HERE.rate(_SPENT, "state", state=_GATEWAY), _ENDED, each="state"), "{{state}}"),),
             stacked=True,
             width=12,
         ),

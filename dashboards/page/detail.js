@@ -2,10 +2,11 @@
 
 import { $, keyed, make, row, say, show, swatch } from "./dom.js";
 import { key } from "./stream.js";
-import { FINE, OUTCOMES, count, requestOf, share, shortId, stateKind, stateWords, time } from "./words.js";
+import { FINE, OUTCOMES, SOMEBODY, count, requestOf, share, shortId, stateKind, stateWords, time } from "./words.js";
 
-const WHY_AGAIN_MS = 3000; // of one in flight
+const AGAIN_MS = 3000; // of one in flight
 const OTHERS_SHOWN = 8;
+const DRAWN = ["detail-facts", "detail-ledger"]; // once it is known
 
 const sentence = (words, end = ".") => words.charAt(0).toUpperCase() + words.slice(1) + (words.endsWith(end) ? "" : end);
 
@@ -33,10 +34,11 @@ export class Detail {
     this.why(null, "");
     if (!this.dialog.open) this.dialog.showModal();
     this.dialog.scrollTop = 0;
-    const known = this.model.requests.get(id);
-    if (known) this.draw(known);
-    else await this.fetchOne(id);
-    await this.ask(id);
+    this.shown = null;
+    say($("detail-sub"), "…");
+    $("detail-sub").className = "sub";
+    for (const part of DRAWN) show($(part), false);
+    await this.look(id);
   }
 
   // With each event, while it is open: of one in flight, and at its end.
@@ -47,14 +49,31 @@ export class Detail {
     if (one !== this.shown) this.draw(one);
   }
 
-  async fetchOne(id) {
-    this.draw({ request_id: id, outcome: null, state: "", states: {}, e2e_ns: 0 });
-    const answer = await fetch(`/debug/requests/${encodeURIComponent(id)}`, { headers: key.headers() }).catch(() => null);
-    if (answer?.ok && this.id === id) this.draw(await answer.json());
+  // At one that the page has heard of, else at what the gateway says of it.
+  async look(id) {
+    const known = this.model.requests.get(id);
+    if (known) this.draw(known);
+    else {
+      const answer = await fetch(`/debug/requests/${encodeURIComponent(id)}`, { headers: key.headers() }).catch(() => null);
+      const one = answer?.ok ? await answer.json() : null;
+      if (this.id !== id) return;
+      if (answer?.status === 404) return this.forgotten();
+      if (one) this.draw(one);
+    }
+    await this.ask(id);
+  }
+
+  // What was seen of it stays, but nothing more will be heard.
+  forgotten() {
+    this.shown = null;
+    say($("detail-sub"), "not remembered any more");
+    $("detail-sub").className = "sub";
+    this.why(null, "It is not remembered any more: only the newest requests are.");
   }
 
   draw(one) {
     this.shown = one;
+    for (const part of DRAWN) show($(part), true);
     const live = one.outcome === null;
     const outcome = live ? `in flight: ${stateWords(one.state)}` : OUTCOMES[one.outcome] ?? one.outcome.replaceAll("_", " ");
     say($("detail-sub"), [outcome, one.model, one.tenant && `tenant ${one.tenant}`, one.route].filter(Boolean).join(" · "));
@@ -115,13 +134,15 @@ export class Detail {
     say($("why-summary"), $("why-summary").textContent || "…");
     const answer = await fetch(`/debug/why/${encodeURIComponent(id)}`, { headers: key.headers() }).catch(() => null);
     if (this.id !== id) return;
+    if (answer?.status === 404 && !this.model.requests.has(id)) return this.forgotten();
     if (answer?.ok) this.why(await answer.json(), "");
     else this.why(null, "Nothing is known of it: it may be too old, or nobody has recorded its steps.");
-    if (this.shown?.outcome === null) this.timer = setTimeout(() => this.id === id && this.ask(id), WHY_AGAIN_MS);
+    if (!this.shown || this.shown.outcome === null) this.timer = setTimeout(() => this.id === id && this.look(id), AGAIN_MS);
   }
 
   others(several) {
     const each = several.slice(0, OTHERS_SHOWN).flatMap((one) => {
+      if (one.request_id === SOMEBODY) return [`${SOMEBODY} ${time(one.ns)}  `];
       const id = requestOf(one.request_id);
       const button = make("button", { type: "button", class: "id", title: id }, shortId(id));
       button.addEventListener("click", () => this.open(id, this.opener));

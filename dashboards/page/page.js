@@ -11,7 +11,7 @@ import { Stream, key } from "./stream.js";
 import { drawTiles } from "./tiles.js";
 
 export const model = new Model();
-const detail = new Detail(model);
+export const detail = new Detail(model);
 const open = (id, opener) => detail.open(id, opener);
 export const kv = new KvPanel(open);
 const steps = new StepsPanel();

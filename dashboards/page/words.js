@@ -26,16 +26,16 @@ export function share(value) {
 
 export const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;
 
-const STATES = {
+export const STATES = {
   parse: "read the request", auth: "check the key", limit: "check limits", tokenize: "tokenize", route: "choose an engine",
   dispatch: "hand to the engine", queue_batch_full: "wait: batch full", queue_kv_full: "wait: KV full",
   queue_token_budget: "wait: step's tokens spent", queue_fairness: "wait: others' turn",
-  queue_deadline_order: "wait: nearer deadlines", prefill: "prefill", decode: "decode", stalled: "stalled: others were served",
-  preempted: "preempted: KV taken away", recompute: "recompute", kv_transfer: "move KV", lost: "lost with its engine",
+  prefill: "prefill", decode: "decode", stalled: "stalled: others were served",
+  preempted: "preempted: KV taken away", recompute: "recompute", lost: "lost with its engine",
   resume: "wait for another engine", upstream: "an upstream has it", deliver: "deliver", detokenize: "detokenize", send: "send",
   send_blocked: "the client does not read", finalize: "finalize",
 };
-const PARTS = {
+export const PARTS = {
   publish: "publish", idle: "idle", plan: "plan", draft: "draft", batch: "arrays", compute: "compute",
   interconnect_wait: "wait for ranks", interconnect_transfer: "transfer", bubble: "pipeline bubble", sample: "sample", commit: "commit",
 };
@@ -50,7 +50,7 @@ export function stateKind(state) {
   if (state === "prefill" || state === "decode") return state;
   if (state === "stalled") return "stall";
   if (["preempted", "recompute", "lost", "resume"].includes(state)) return "again";
-  if (["upstream", "kv_transfer"].includes(state)) return "far";
+  if (state === "upstream") return "far";
   if (state === "send_blocked") return "blocked";
   if (["deliver", "detokenize", "send", "finalize"].includes(state)) return "send";
   return "gate";
@@ -72,6 +72,9 @@ const OWNERS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"
 export const ownerColour = (number) => OWNERS[number % OWNERS.length];
 export const ownerInk = (number) => (number % OWNERS.length === 0 ? "#fff" : "#000");
 export const ownerLetter = (number) => String.fromCharCode(65 + (number % 26));
+
+// What stands for those that are not for these eyes, and those that are not over: no request, so nothing to open.
+export const SOMEBODY = "other requests";
 
 // The engine's name of a sequence is that of its request, "#", and which choice of it.
 export const requestOf = (name) => (name === null ? null : name.split("#")[0]);

@@ -13,6 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.explain import SOMEBODY
+from telemetry import vocabulary
+from telemetry.records import STEP_PARTS
 from tests.browser.chromium import Tab
 from tests.browser.conftest import busy, small_gateway
 from tests.cache import servers
@@ -212,6 +215,79 @@ async def test_a_key_is_asked_for_and_kept_for_this_tab(tab: Tab) -> None:
             refused = [one for one in tab.complaints if "401" in one]
             assert refused == tab.complaints and len(refused) > 2, "a browser says of each refusal that there was one"
             tab.complaints.clear()
+
+
+async def test_others_that_are_not_for_these_eyes_cannot_be_opened(tab: Tab) -> None:
+    with TemporaryDirectory(prefix="pellucid") as home, servers.embedded(Path(home) / "v") as server:
+        guard = Guard(server, Path(home))
+        keys = {tenant: await asyncio.to_thread(guard.create, tenant=tenant) for tenant in ("green", "blue")}
+        with small_gateway(options=guard.options) as (gateway, _):
+            async with httpx.AsyncClient(base_url=gateway.url, verify=False) as client:
+
+                async def complete(tenant: str, name: str) -> None:
+                    headers = {"authorization": f"Bearer {keys[tenant].key}", "x-request-id": name}
+                    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
+                    assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+
+                await asyncio.gather(complete("green", "mine"), complete("green", "also-mine"), complete("blue", "not"))
+            await tab.open(gateway.url)
+            await tab.until("document.activeElement.id === 'key'", "the key is asked for")
+            await tab.type(keys["green"].key)
+            await tab.press("Enter")
+            await tab.until("document.querySelector('[data-request=mine] button.id') !== null")
+            await tab.click("[data-request=mine] button.id")
+            others = "document.getElementById('why-others')"
+            await tab.until(f"{others}.textContent.includes('{SOMEBODY}')", "who was served with it")
+            assert await tab.evaluate(f"[...{others}.querySelectorAll('button')].map((one) => one.title)") == [
+                "also-mine"
+            ]
+            refused = [one for one in tab.complaints if "401" in one]
+            assert refused == tab.complaints
+            tab.complaints.clear()
+    await tab.until(f"{STATE} === 'lost'")
+    tab.complaints.clear()  # its gateway is gone
+
+
+async def test_a_request_that_is_forgotten_is_said_to_be(tab: Tab) -> None:
+    with small_gateway() as (gateway, _):
+        await show(tab, gateway.url)
+        await tab.evaluate(
+            "window.waits = []; window.wait = setTimeout;"
+            "window.setTimeout = (what, ms, ...more) => (waits.push(ms), wait(what, ms, ...more))"
+        )
+        await tab.evaluate("import('/page/page.js').then(({ detail }) => detail.open('forgotten'))")
+        assert await tab.evaluate(OPEN)
+        assert await tab.evaluate("document.getElementById('detail-sub').textContent") == "not remembered any more"
+        assert "not remembered any more" in await tab.evaluate("document.getElementById('why-summary').textContent")
+        assert not await tab.evaluate("document.getElementById('detail-ledger').checkVisibility()"), "there is none"
+        assert 3000 not in await tab.evaluate("waits"), "it is not asked for again"
+        await tab.evaluate("document.getElementById('detail').close()")
+        one = "{ request_id: 'late', outcome: null, state: 'decode', states: { decode: 5 }, e2e_ns: 5 }"
+        await tab.evaluate(
+            "window.fetch = async (path) => path.includes('/why/') ? new Response('', { status: 404 })"
+            f" : Response.json({one}); import('/page/page.js').then(({{ detail }}) => detail.open('late'))"
+        )
+        assert await tab.evaluate("document.getElementById('detail-sub').textContent") == "not remembered any more"
+        assert (await tab.evaluate("probe.ledger()"))["states"] == {"decode": 5}, "what was seen of it stays"
+        assert 3000 not in await tab.evaluate("waits"), "nor is one that was in flight"
+        missing = [one for one in tab.complaints if "404" in one and "/debug/requests/forgotten" in one]
+        assert missing == tab.complaints, "a browser says of each that there was none"
+    await tab.until(f"{STATE} === 'lost'")
+    tab.complaints.clear()  # its gateway is gone
+
+
+async def test_the_words_are_those_of_the_vocabulary(tab: Tab) -> None:
+    with small_gateway() as (gateway, _):
+        await tab.open(gateway.url)
+        words = await tab.evaluate(
+            "import('/page/words.js').then(({ STATES, PARTS, OUTCOMES, FINE, SOMEBODY }) => "
+            "[Object.keys(STATES), Object.keys(PARTS), [...Object.keys(OUTCOMES), ...FINE], SOMEBODY])"
+        )
+    states, parts, outcomes, somebody = words
+    assert set(states) == set(vocabulary.STATES) and set(parts) == set(STEP_PARTS)
+    assert set(outcomes) <= set(vocabulary.OUTCOMES) and somebody == SOMEBODY
+    await tab.until(f"{STATE} === 'lost'")
+    tab.complaints.clear()  # its gateway is gone
 
 
 async def test_it_comes_back_with_its_gateway(appliance: Appliance, tab: Tab) -> None:

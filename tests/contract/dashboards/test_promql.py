@@ -4,6 +4,7 @@ import pytest
 
 from dashboards.promql import PromqlError, Scope, check, labels_of, share
 from telemetry.catalogue import CATALOGUE
+from telemetry.vocabulary import ROUTES
 
 FIVE = Scope("5m", 'instance=~"$instance"', kept=("job",))
 STATES = "pellucid_request_state_seconds_total"
@@ -31,6 +32,10 @@ def test_every_row_of_the_catalogue_can_be_asked_for(metric: object) -> None:
         (f'rate({STATES}{{state!="decoding"}}[5m])', "state='decoding' is no value"),
         (f'rate({FIRST}_bucket{{le="2"}}[5m])', "le='2' is no value"),
         (f'rate({FIRST}_bucket{{le="1.9"}}[5m])', "le='1.9' is no value"),
+        (
+            'rate(pellucid_requests_total{route=~"/metrics|/v1/models/{name}"}[5m])',
+            "route='/v1/models/{name}' is no value",
+        ),
         (f"sum by (tenant) (rate({STATES}[5m]))", "nothing has the label tenant"),
         (f"{STATES} / ignoring (stat) group_left () pellucid_engine_up", "nothing has the label stat"),
         ("pellucid:slo_burn:rate5m", "pellucid:slo_burn:rate5m"),
@@ -49,6 +54,10 @@ def test_recorded_series_have_the_labels_of_their_rules() -> None:
     assert check('max by (slo, job) (a:b:c{slo="errors"}) > 1 and up == 0', recorded) == frozenset()
     with pytest.raises(PromqlError, match="no label replica"):
         check('a:b:c{replica="0"}', recorded)
+
+
+def test_a_value_may_have_braces() -> None:
+    assert check(FIVE.rate("pellucid_requests_total", route=ROUTES)) == {"pellucid_requests_total"}
 
 
 def test_what_the_helpers_build() -> None:

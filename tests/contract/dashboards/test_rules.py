@@ -298,6 +298,33 @@ def test_a_few_requests_wake_nobody(rendered: Path, tmp_path: Path) -> None:
     promtool("test", "rules", "test.yml", folder=tmp_path)
 
 
+@NEEDS_PROMTOOL
+def test_the_stack_of_the_states_is_the_mean_duration_of_who_is_served(tmp_path: Path) -> None:
+    """8 s and 2 s a minute, of four chats and one look for a model; probes and people who look change nothing."""
+    [panel] = [panel for board in BOARDS for panel in board.panels if panel.title == "Where the time of a request goes"]
+    count = "pellucid_request_duration_seconds_count"
+    given = states(decode=8, send=2) | {
+        one(count, route=CHAT, outcome="stop"): "0+4x30",
+        one(count, route="/v1/models/{id}", outcome="ok"): "0+1x30",
+        one(count, route="/metrics", outcome="ok"): "0+60x30",
+        one(count, route="/page/{name}", outcome="ok"): "0+100x30",
+    }
+    shown = [{"labels": f'{{state="{state}"}}', "value": mean_s} for state, mean_s in (("decode", 1.6), ("send", 0.4))]
+    expr = panel.lines[0].expr.replace("$__rate_interval", "5m").replace("$instance", "a:1")
+    document = {
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": series, "values": values} for series, values in given.items()],
+                "promql_expr_test": [{"expr": expr, "eval_time": "20m", "exp_samples": shown}],
+            }
+        ],
+    }
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(document))
+    promtool("test", "rules", "test.yml", folder=tmp_path)
+
+
 def test_objectives_are_exact_bounds_and_their_windows_are_recorded() -> None:
     bounds = {metric.name: metric.buckets for metric in CATALOGUE}
     for objective in OBJECTIVES:

@@ -16,17 +16,20 @@ from click.testing import CliRunner
 from diagnosis.doctor import Report, examine
 from diagnosis.sources import asked
 from diagnosis.sources.recording import recorded
+from diagnosis.sources.scrape import of_scrape
 from diagnosis.why import Why, why
+from diagnosis.words import report_lines
 from launch.errors import UserError
 from pellucid import cli
-from telemetry.evidence import Facts
+from telemetry.evidence import Evidence, Facts
 from telemetry.flight import open_records
 from telemetry.metrics import Metrics
 from telemetry.otlp_json import otlp_line
 from telemetry.records import MemoryReading, RequestRecord
+from telemetry.runtime import GC_PAUSE, LAG_PERIOD_S, LOOP_LAG
 from telemetry.spans import request_spans
-from telemetry.vocabulary import View
-from tests.core.test_diagnosis import QUIET, busy, request, with_slow
+from telemetry.vocabulary import OBSERVING_ROUTES, ReplicaView, View
+from tests.core.test_diagnosis import MS, QUIET, busy, request, with_slow
 
 SLOW = request(7, QUIET | {"queue_kv_full": 4000})
 EVERYBODY = [*(request(number, QUIET) for number in range(6)), SLOW]
@@ -119,9 +122,85 @@ def test_a_scrape_is_examined_as_one_mean_request(tmp_path: Path) -> None:
     file.write_bytes(metrics.text(View())[0])
     report = asked.report_scraped(str(file), "")
     assert report.findings[0].cause == "redis"
-    assert report.findings[0].quantities.keys() == {"ttft_p99", "ttft_p99.9", "e2e_p99", "e2e_p99.9"}
     with serving({"/metrics": file.read_bytes()}) as (url, _):
         assert asked.report_scraped(f"{url}/metrics", "") == report
+
+
+def scraped(metrics: Metrics, view: View = View()) -> Evidence:  # noqa: B008 - frozen
+    return of_scrape(metrics.text(view)[0].decode())
+
+
+def test_who_looks_and_who_is_refused_do_not_shorten_the_mean() -> None:
+    alone, beside = Metrics(), Metrics()
+    for number in range(20):
+        for metrics in (alone, beside):
+            metrics.request(request(number, QUIET | {"limit": 900}, repeated_tokens=90))
+    for number in range(2000):
+        route = OBSERVING_ROUTES[number % len(OBSERVING_ROUTES)]
+        looking = request(number, {"parse": 100 + number}, first_token_ns=0, first_token_states={}, computed_tokens=0)
+        beside.request(msgspec.structs.replace(looking, route=route, outcome="ok"))
+    for number in range(200):
+        short = request(number, {"auth": 1}, first_token_ns=0, first_token_states={}, computed_tokens=0)
+        beside.request(msgspec.structs.replace(short, outcome="unauthorized", status=401))
+        beside.request(msgspec.structs.replace(short, outcome="ok", route="/v1/models"))
+    expected, found = scraped(alone).requests[0], scraped(beside).requests[0]
+    life_ns = (sum(QUIET.values()) + 900) * MS
+    assert expected.finished_ns == pytest.approx(life_ns, abs=20), "in whole ns, each state"
+    assert expected.states["limit"] == 900 * MS and expected.first_token_states == found.first_token_states
+    assert found.finished_ns == pytest.approx(life_ns, abs=20)
+    assert found.states["limit"] == pytest.approx(900 * MS, rel=0.03), "of all that are served, as there is no other"
+    assert found.repeated_tokens == 90 and scraped(beside).mean_of == 20
+
+
+def test_without_a_request_for_tokens_there_is_no_mean() -> None:
+    metrics = Metrics()
+    metrics.request(request(1, {"parse": 1}, route="/metrics", outcome="ok"))
+    with pytest.raises(UserError, match="no request for tokens has ended"):
+        scraped(metrics)
+
+
+@pytest.mark.parametrize(
+    ("late_ms", "collected_ms", "starved_ms", "cause"),
+    [
+        (900, 0, 0, "event_loop"),
+        (900, 850, 0, "garbage_collection"),
+        (900, 0, 850, "cpu_starvation"),
+        (1, 0, 0, None),
+    ],
+)
+def test_what_held_the_gateway_up_is_in_the_mean_once(
+    late_ms: int, collected_ms: int, starved_ms: int, cause: str | None
+) -> None:
+    """A hundred looks at the loop of one worker: each so late, and of that so much explained by the others."""
+    metrics = Metrics()
+    for number in range(20):
+        metrics.request(request(number, {"parse": 2000, "prefill": 400, "decode": 100}))
+    for _ in range(100):
+        metrics.feed(LOOP_LAG, (), late_ms * MS)
+        metrics.feed(GC_PAUSE, ("2",), collected_ms * MS)
+    replicas = tuple(ReplicaView(number, True, 2, 0, None) for number in (0, 1))
+    evidence = scraped(metrics, View(starved_ns=100 * starved_ms * MS, replicas=replicas))
+    [mean] = evidence.requests
+    period_ms = LAG_PERIOD_S * 1000 + late_ms
+    shown = {"event_loop": mean.loop_lag_ns, "garbage_collection": mean.gc_pause_ns, "cpu_starvation": mean.starved_ns}
+    held_ms = late_ms - collected_ms - starved_ms
+    for name, spent_ms in zip(shown, (held_ms, collected_ms, starved_ms), strict=True):
+        assert shown[name] == pytest.approx(2500 * MS * spent_ms / period_ms, abs=20), name
+    found = [one.cause for one in examine(evidence).findings]
+    assert (found[0] if found else None) == cause
+    assert evidence.starts == 4
+
+
+def test_a_mean_is_not_called_a_tail() -> None:
+    metrics = Metrics()
+    for number in range(20):
+        metrics.request(request(number, QUIET | {"limit": 900}))
+    report = examine(scraped(metrics))
+    assert report.requests == 20 and report.tails.keys() == {"ttft_mean", "e2e_mean"}
+    finding = report.findings[0]
+    assert finding.quantities.keys() == {"ttft_mean", "e2e_mean"}
+    assert "of the mean time to the first token, " in finding.words
+    assert "p99" not in " ".join(report_lines(report))
 
 
 @pytest.mark.parametrize(

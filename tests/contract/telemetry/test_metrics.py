@@ -24,10 +24,10 @@ from telemetry.vocabulary import (
     GENERATING_ROUTES,
     LABELS,
     LATENCY_BUCKETS_S,
+    OBSERVING_ROUTES,
     OTHER,
     PROMISES,
     STATES,
-    STREAMED_ROUTES,
     LimitsView,
     ReplicaView,
     UpstreamView,
@@ -76,7 +76,7 @@ def test_the_sums_over_requests_equal_the_metrics(records: list[RequestRecord]) 
         assert total(series, "pellucid_request_duration_seconds_count", outcome=outcome) == count
     lives_ns = sum(record.finished_ns - record.accepted_ns for record in records)
     assert close(total(series, "pellucid_request_duration_seconds_sum"), lives_ns)
-    served = [record for record in records if record.route not in STREAMED_ROUTES]
+    served = [record for record in records if record.route not in OBSERVING_ROUTES]
     lives_ns = sum(record.finished_ns - record.accepted_ns for record in served)
     assert close(total(series, "pellucid_request_state_seconds_total"), lives_ns), "states sum to the durations"
     for state in STATES:
