@@ -15,9 +15,10 @@ import msgspec
 from diagnosis.causes import BY_NAME
 from diagnosis.slope import slope
 from diagnosis.split import Shares, Split, shares_in_gap, shares_over, split
-from diagnosis.why import FELT_NS, UNREAD_LONG_NS, duration
+from diagnosis.why import FELT_NS, TIME_UP, UNREAD_LONG_NS, UNSERVED, duration
 from telemetry.evidence import GATEWAY, Evidence, Memory
 from telemetry.records import RequestRecord
+from telemetry.vocabulary import GENERATING_ROUTES
 
 EvidenceValue = int | float | str
 CARRIES = 0.2
@@ -29,18 +30,8 @@ GROWTH_BYTES_PER_S_MIN = 300_000.0
 GROWTH_BYTES_MIN = {GATEWAY: 128_000_000}
 """In all, before it is worth a word: a gateway remembers requests and steps, up to so much."""
 GROWTH_BYTES_ELSE = 8_000_000
-UNSERVED = {
-    "no_healthy_engine": ("cold_start", "there was no engine"),
-    "engine_lost": ("cold_start", "their engine died"),
-    "overloaded": ("concurrency", "as many waited already as may"),
-    "keys_unavailable": ("redis", "the server of keys could not be asked"),
-    "limits_unavailable": ("redis", "the server of limits could not be asked"),
-    "upstream_failed": ("upstream", "no upstream answered"),
-}
-"""Outcomes of who was not served, the cause of that, and its words: such requests were quick, and are nobody's tail."""
 UNSERVED_MIN = 3
-LATE = ("deadline", "timeout")
-"""Outcomes of who failed because it was slow, if the status says that it was ours."""
+"""Requests that were not served, before that is a finding; or all that wanted tokens."""
 UNREAD_SHARE = 0.001
 """Of all requests, so many must have lain unread: the tails begin there, too."""
 SHOWN_MAX = 5
@@ -101,6 +92,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     tails: dict[str, Tail]
     findings: tuple[Diagnosis, ...]
+    in_flight: int = 0  # requests that have not ended: nothing is known of them but how long they have been there
+    oldest_ns: int = 0  # of them
     workers_silent: list[int] = []  # workers of the gateway that did not answer: what they know is missing
 
 
@@ -137,13 +130,15 @@ def examine(evidence: Evidence) -> Report:
         steps=evidence.totals.steps,
         tails=tails,
         findings=tuple(sorted(found, key=lambda one: -one.share)),
+        in_flight=len(evidence.in_flight_ns),
+        oldest_ns=max(evidence.in_flight_ns, default=0),
         workers_silent=evidence.workers_silent,
     )
 
 
 def _failed(record: RequestRecord) -> bool:
     """Who was refused was not slow; who left, or was given up, may have been."""
-    slow = record.status == 499 or (record.status >= 500 and record.outcome in LATE)
+    slow = record.status == 499 or (record.status >= 500 and record.outcome in TIME_UP)
     return record.status >= 400 and not slow
 
 
@@ -164,36 +159,44 @@ def _diagnosis(name: str, carried: Mapping[str, Carried], evidence: Evidence) ->
     cause = BY_NAME[name]
     most = max(carried.values(), key=lambda one: one.share)
     about = "about " if cause.estimated else ""
+    failed, failures = _failures(name, evidence)
     return Diagnosis(
         cause=name,
         title=cause.title,
         share=most.share,
         quantities={quantity: one.share for quantity, one in carried.items()},
-        words=f"{about}{most.share:.0%} of {most.quantity}, {duration(most.felt_ns)}, went because {cause.words}",
+        words=f"{about}{most.share:.0%} of {most.quantity}, {duration(most.felt_ns)}, went because {cause.words}"
+        + (f"; and {failures}" if failed else ""),
         evidence=_numbers(name, evidence),
         change=cause.change(evidence),
     )
 
 
 def _unserved(evidence: Evidence, carried: Mapping[str, object]) -> Iterable[Diagnosis]:
-    """Requests that failed before anybody could be slow."""
-    outcomes = Counter(one.outcome for one in evidence.requests if one.outcome in UNSERVED)
+    """Requests that failed before anybody could be slow; where others were slow for the same cause, see `_failures`."""
+    asked = sum(one.route in GENERATING_ROUTES for one in evidence.requests)
     for name in dict.fromkeys(cause for cause, _ in UNSERVED.values()):
-        own = {outcome: count for outcome, count in outcomes.most_common() if UNSERVED[outcome][0] == name}
-        failed = sum(own.values())
-        if failed < UNSERVED_MIN or name in carried:
+        failed, because = _failures(name, evidence)
+        if failed < min(UNSERVED_MIN, asked) or not failed or name in carried:
             continue
-        because = " or ".join(UNSERVED[outcome][1] for outcome in own)
         cause = BY_NAME[name]
         yield Diagnosis(
             cause=cause.name,
             title=cause.title,
             share=failed / len(evidence.requests),
             quantities={},
-            words=f"{failed} of {len(evidence.requests)} requests failed, because {because}",
+            words=because,
             evidence={"failed_requests": failed, "engine_starts": evidence.starts},
             change=cause.change(evidence),
         )
+
+
+def _failures(name: str, evidence: Evidence) -> tuple[int, str]:
+    """How many requests failed because of that cause, and that in words."""
+    outcomes = Counter(one.outcome for one in evidence.requests if UNSERVED.get(one.outcome, ("",))[0] == name)
+    failed = outcomes.total()
+    because = " or ".join(UNSERVED[outcome][1] for outcome, _ in outcomes.most_common())
+    return failed, f"{failed} of {len(evidence.requests)} requests failed, because {because}"
 
 
 def _unread(evidence: Evidence, carried: Mapping[str, object]) -> Sequence[Diagnosis]:

@@ -7,7 +7,7 @@ a late event loop, threads without a processor) is taken out of the states of it
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from telemetry.evidence import Evidence, Facts
 from telemetry.records import RequestRecord, StepRecord
@@ -49,7 +49,7 @@ class Shares:
     fixed: float = 0.0
     """Of a full step, what it costs whatever its rows are; 0 where the window does not decide."""
     prompts: float = 0.0
-    """Of computing, what went into the rows of prompts."""
+    """Of computing steps in which somebody's output grows, what goes into the rows of prompts."""
     missed: float = 0.0
     """Of the prompts that were computed, what a prefix cache could have had."""
 
@@ -85,8 +85,23 @@ def shares_over(
         shares[name] = min(left, max(0.0, amount_ns / busy_ns))
         left -= shares[name]
     fixed = whole.fixed_share() if totals.prefill_tokens and _full(totals, evidence) else 0.0
-    prompts = whole.row_share(totals.prefill_tokens / totals.steps, totals.tokens / totals.steps)
+    beside = max(1, totals.decode_steps)
+    prompts = whole.row_share(totals.beside_tokens / beside, totals.decode_step_tokens / beside)
     return Shares(shares, fixed, prompts, _missed(evidence.requests) if usual is None else usual.missed)
+
+
+def shares_of(record: RequestRecord, steps: Iterable[StepRecord], evidence: Evidence) -> Shares:
+    """
+    Over the steps that served it; if none of them is remembered, what is usual.  Its own prompt is not among those that
+    were beside its output.
+    """
+    known = list(steps)
+    if not known:
+        return shares_over(evidence)
+    began_ns = record.accepted_ns + record.first_token_ns
+    own = shares_over(evidence, known)
+    writing = shares_over(evidence, [step for step in known if step.ended_ns > began_ns], usual=own)
+    return replace(own, prompts=writing.prompts)
 
 
 def shares_in_gap(record: RequestRecord, usual: Shares, evidence: Evidence) -> Shares:
@@ -199,7 +214,7 @@ def _queues(found: Split, states: Mapping[str, int], shares: Shares, evidence: E
     tail = totals.kv_wait_fragmentation / totals.kv_waits if totals.kv_waits else 0.0
     _add(found, "fragmentation" if tail > FRAGMENTED else "kv_starvation", sum(states.get(one, 0) for one in _KV))
     _add(found, "concurrency", sum(states.get(state, 0) for state in _PLACES))
-    budget = "step_tokens" if shares.fixed > 0.2 else "concurrency"
+    budget = "step_tokens" if shares.fixed > 0.2 else "neighbours"
     _add(found, budget, states.get("queue_token_budget", 0))
 
 

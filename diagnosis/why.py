@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from diagnosis.causes import BY_NAME, CAUSES
-from diagnosis.split import Split, shares_in_gap, shares_over, split
+from diagnosis.split import Split, shares_in_gap, shares_of, shares_over, split
 from telemetry.evidence import Evidence
 from telemetry.records import RequestRecord, StepRecord, request_of
 
@@ -29,13 +29,22 @@ UNREAD_NS, UNREAD_LONG_NS = 20_000_000, 150_000_000
 Shorter than that nothing is said of what came before a request was taken up, and nobody is blamed for it: a loop on a
 busy machine is late by some ten ms at times.
 """
+TIME_UP = ("deadline", "timeout")
+"""Outcomes of who was given up."""
 PAUSE_NS = 100_000_000
 """A gap between tokens that a reader notices, if it is also PAUSE_TIMES as long as the others."""
 PAUSE_TIMES = 5
 PAUSE_WORTH = 0.5
 """Of such a gap, what a cause must carry to be named."""
-NO_ENGINE = ("no_healthy_engine", "engine_lost")
-"""Outcomes of who would have been served if there had been an engine."""
+UNSERVED = {
+    "no_healthy_engine": ("cold_start", "there was no engine"),
+    "engine_lost": ("cold_start", "their engine died"),
+    "overloaded": ("concurrency", "as many waited already as may"),
+    "keys_unavailable": ("redis", "the server of keys could not be asked"),
+    "limits_unavailable": ("redis", "the server of limits could not be asked"),
+    "upstream_failed": ("upstream", "no upstream answered"),
+}
+"""Outcomes of who was not served, the cause of that, and its words."""
 UNUSUAL = 1.5
 """So many times what it usually takes."""
 
@@ -47,7 +56,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     ns: int
     share: float  # of the request's time
-    baseline_ns: int | None  # of the requests before it, the median; None: there are too few
+    baseline_ns: int | None  # of other requests lately, the median; None: there are too few
     estimate: bool  # computed from shares of steps, and not stamped
     words: str
     change: str
@@ -87,7 +96,7 @@ def why(record: RequestRecord, evidence: Evidence) -> Why:
     """The causes of `record`'s time, most first; `evidence` is what else has happened lately."""
     steps = list(steps_of(record, evidence))
     e2e_ns = record.finished_ns - record.accepted_ns
-    found = split(record.states, record, shares_over(evidence, steps or None), evidence)
+    found = split(record.states, record, shares_of(record, steps, evidence), evidence)
     usual = _baseline(record, evidence)
     findings = tuple(
         Finding(
@@ -120,7 +129,7 @@ def why(record: RequestRecord, evidence: Evidence) -> Why:
             if cause.absent
             and record.outcome  # Before its end nobody can tell.
             and cause.name not in {blame.cause for blame in blames}
-            and found.get(cause.name, 0) < WORTH * e2e_ns
+            and found.get(cause.name, 0) < (1 if cause.ordinary else WORTH * e2e_ns)
             and (evidence.totals.steps or not cause.estimated)  # Without steps nobody can tell.
         ),
         workers_silent=evidence.workers_silent,
@@ -175,10 +184,11 @@ class _Blame(NamedTuple):
 
 def _blames(record: RequestRecord, e2e_ns: int, findings: Sequence[Finding], evidence: Evidence) -> Iterator[_Blame]:
     """The worst first: that it was not served, then what made it slow, made it pause, or kept it from being read."""
-    if record.outcome in NO_ENGINE:
-        yield _Blame("cold_start", f"It was not served: {BY_NAME['cold_start'].words}.")
+    unserved, because = UNSERVED.get(record.outcome, ("", ""))
+    if unserved:
+        yield _Blame(unserved, f"It was not served: {because}.")
     fault = _fault(findings)
-    if fault is not None:
+    if fault is not None and fault.cause != unserved:
         yield _Blame(fault.cause, "")
     pause = _pause(record, evidence)
     if pause is not None and (fault is None or pause.cause != fault.cause):
@@ -213,8 +223,10 @@ def _summary(record: RequestRecord, e2e_ns: int, findings: Sequence[Finding], bl
         spent = f"{'about ' if most.estimate else ''}{duration(most.ns)}, {most.share:.0%}"
         said = [f"Of {duration(e2e_ns)}, {spent}, went because {BY_NAME[most.cause].words}{usual}."]
         if not blames:
-            said.append("Nothing else is worth a word.")
+            said.append("No fault stands out.")
     said += [one.words for one in blames if one.words]
+    if record.outcome in TIME_UP:
+        said.append(f"Its time was up ({record.outcome}): it might have taken longer.")
     if record.unread_ns >= max(UNREAD_NS, WORTH * e2e_ns):
         lain = f"it may have lain unread for {duration(record.unread_ns)}"
         said.append(f"Before that {lain}: the event loop was held up.")
@@ -225,6 +237,8 @@ def _summary(record: RequestRecord, e2e_ns: int, findings: Sequence[Finding], bl
 
 def _is_blamed(one: Finding) -> bool:
     unusual = one.baseline_ns is not None and one.ns >= UNUSUAL * one.baseline_ns
+    if one.baseline_ns is not None and one.ns * UNUSUAL < one.baseline_ns:
+        return False  # It is better off than others.
     return one.ns >= FELT_NS and one.share >= (BLAMED_UNUSUAL if unusual else BLAMED)
 
 

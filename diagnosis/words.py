@@ -42,6 +42,9 @@ def report_lines(report: Report) -> list[str]:
         ]
         if tails:
             lines.append(f"  {quantity.title}: {', '.join(tails)}")
+    if report.in_flight:
+        plural = "request has" if report.in_flight == 1 else "requests have"
+        lines.append(f"{report.in_flight} {plural} not ended, the oldest for {duration(report.oldest_ns)}.")
     lines.append("")
     if not report.requests:
         lines.append("No request has ended in that time: there is nothing to judge.")

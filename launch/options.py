@@ -398,7 +398,7 @@ OPTIONS = (
         name="flight_memory",
         default="64MiB",
         metavar="SIZE",
-        help="On disk, for each process: what it did in the last minute and longer, see `pellucid flight`; 0: nothing.",
+        help="On disk, for each process: what it did in the last minutes, see `pellucid flight`; 0: nothing.",
         parse=parse_flight_memory,
     ),
     Option(

@@ -43,6 +43,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     pressure: dict[str, float] = {}  # by resource, the share of it in which something on this machine waited for that
     starts: int = 0  # engines that came, or came back, in it
     facts: Facts = UNKNOWN
+    in_flight_ns: list[int] = []  # how long those have been there that want tokens and have not ended
     workers_silent: list[int] = []  # workers of the gateway whose requests are missing: they did not answer
 
 

@@ -27,7 +27,7 @@ import msgspec
 MAGIC = b"PLFLIGHT"
 VERSION = 2
 FILES = ("0.ring", "1.ring")
-SEGMENT_NS = 60_000_000_000
+SEGMENT_NS = 600_000_000_000
 RING_BYTES_MIN = 256 * 1024
 """With less, a segment would hold next to nothing."""
 READ_TRIES_MAX = 5

@@ -24,6 +24,9 @@ class StepTotals(msgspec.Struct):
     parts: dict[str, int] = {}
     tokens: int = 0
     prefill_tokens: int = 0
+    decode_steps: int = 0  # steps in which somebody's output grew
+    decode_step_tokens: int = 0  # all rows of those
+    beside_tokens: int = 0  # of them, rows of prompts
     recompute_tokens: int = 0
     running: int = 0
     waiting: int = 0
@@ -64,6 +67,10 @@ class StepTotals(msgspec.Struct):
             self.kv_wait_fragmentation += step.kv.internal_fragmentation
             self.kv_wait_lookahead += step.kv.lookahead / step.kv.total if step.kv.total else 0.0
         self._full(step.tokens, step.tokens)
+        if step.decode_tokens:
+            self.decode_steps += 1
+            self.decode_step_tokens += step.tokens
+            self.beside_tokens += step.prefill_tokens + step.recompute_tokens
         if step.tokens:
             rows, busy_s = float(step.tokens), step.served_ns / 1e9
             self.line_n += 1
@@ -128,6 +135,7 @@ _SUMMED = (
     "drafted_tokens", "draft_rejected_tokens", "draft_rejected_ns", "gc_pause_ns", "starved_ns",
 )  # fmt: skip
 _FLOATS = (
+    "decode_steps", "decode_step_tokens", "beside_tokens",
     "kv_waits", "kv_wait_utilization", "kv_wait_fragmentation", "kv_wait_lookahead",
     "line_n", "line_x", "line_y", "line_xx", "line_xy",
 )  # fmt: skip

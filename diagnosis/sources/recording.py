@@ -18,7 +18,7 @@ def recorded(directory: Path, seconds: float | None) -> Evidence:
         raise UserError(f"there is no step and no request in {directory}: `pellucid flight list` shows recordings")
     last_ns = max([one.finished_ns for one in requests] + [one.ended_ns for one in steps])
     first_ns = min([one.finished_ns for one in requests] + [one.ended_ns for one in steps])
-    since_ns = first_ns if seconds is None else last_ns - int(seconds * 1e9)
+    since_ns = first_ns if seconds is None else max(first_ns, last_ns - int(seconds * 1e9))
     found = Evidence(window_ns=last_ns - since_ns, facts=read_facts(directory))
     found.requests = [one for one in requests if one.finished_ns >= since_ns]
     newest: dict[int, int] = {}

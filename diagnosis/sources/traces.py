@@ -5,6 +5,7 @@ Traces: a file as `--export-trace` writes it, or Jaeger.  The states of a reques
 import heapq
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import urlencode
@@ -91,18 +92,22 @@ def of_trace_file(file: Path, request_id: str) -> list[RequestRecord]:
             (heapq.heappush if len(newest) < REQUESTS_MAX else heapq.heappushpop)(newest, place)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from None
-    except (ValueError, msgspec.MsgspecError):
-        raise UserError(f"{file} does not hold traces as OTLP/JSON lines, as --export-trace writes them") from None
+    if not newest:
+        raise UserError(f"{file} does not hold traces as OTLP/JSON lines, as --export-trace writes them")
     if wanted is not None and wanted not in newest:
         newest.append(wanted)
     return [record for _, _, record in sorted(newest, reverse=True)]
 
 
 def _one_by_one(file: Path) -> Iterator[RequestRecord]:
-    """Each request, in the order of the file.  A line is a whole trace.  Raises OSError, ValueError or MsgspecError."""
+    """
+    Each request, in the order of the file.  A line is a whole trace; one that is torn, as the last one of who died may
+    be, is passed over.  Raises OSError.
+    """
     with file.open("rb") as lines:
         while line := lines.readline(LINE_BYTES_MAX):
-            yield from _requests(line)
+            with suppress(ValueError, msgspec.MsgspecError):
+                yield from _requests(line)
 
 
 def is_trace_id(name: str) -> bool:

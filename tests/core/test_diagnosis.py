@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diagnosis.causes import BY_NAME, CAUSES
-from diagnosis.doctor import UNSERVED, examine
+from diagnosis.doctor import examine
 from diagnosis.split import shares_over, split
-from diagnosis.why import why
+from diagnosis.why import UNSERVED, why
 from diagnosis.words import report_lines, why_lines
 from launch.options import OPTIONS
 from telemetry.evidence import Evidence, Facts
@@ -207,12 +207,51 @@ def test_requests_that_were_not_served_are_a_finding_though_they_were_quick(outc
         assert answer.change and answer.change in "\n".join(why_lines(answer))
 
 
+def test_all_is_not_well_where_the_only_ones_who_came_were_not_served() -> None:
+    refused = request(0, {"auth": 1}, outcome="no_healthy_engine", status=503)
+    assert [one.cause for one in examine(Evidence(requests=[refused])).findings] == ["cold_start"]
+    few = healthy()
+    few.requests += [refused, refused]
+    assert examine(few).findings == ()
+
+
+def test_who_was_refused_is_told_of_beside_who_waited() -> None:
+    evidence = with_slow({"queue_batch_full": 3000})
+    evidence.requests += [request(n, {"auth": 1}, outcome="overloaded", status=503) for n in range(200, 205)]
+    found = examine(evidence).findings
+    assert [one.cause for one in found] == ["concurrency"] and "5 of 108 requests failed" in found[0].words
+
+
 @pytest.mark.parametrize(("outcome", "status", "slow"), [("deadline", 504, True), ("timeout", 408, False)])
 def test_who_was_given_up_was_slow_and_who_sent_too_slowly_was_not(outcome: str, status: int, slow: bool) -> None:
     evidence = healthy()
     given_up = {"first_token_ns": 0, "first_token_states": {}, "outcome": outcome, "status": status}
     evidence.requests += [request(n, {"auth": 1, "queue_kv_full": 60_000}, **given_up) for n in range(100, 103)]
     assert [one.cause for one in examine(evidence).findings] == ["kv_starvation"] * slow
+
+
+def test_its_own_prompt_is_nobody_elses() -> None:
+    evidence = healthy()
+    alone = request(100, {"auth": 1, "prefill": 300, "decode": 150}, request_id="alone", output_tokens=16)
+    for number in range(20):
+        own = {"prefill_tokens": 100, "decode_tokens": 0, "tokens": 100} if number < 4 else {"prefill_tokens": 0}
+        ended_ns = (75 * (number + 1) if number < 4 else 300 + 9 * (number - 3)) * MS
+        evidence.steps[0, number] = busy(number, slices=((1, own.get("tokens", 1)),), ended_ns=ended_ns, **own)
+    evidence.names = {(0, 1): "alone#a-0"}
+    answer = why(alone, evidence)
+    assert answer.steps_known == 20 and "neighbours" not in {one.cause for one in answer.causes}
+
+
+def test_who_is_better_off_than_others_has_nothing_to_complain_of() -> None:
+    evidence = healthy(requests=[request(number, QUIET | {"limit": 400}) for number in range(20)])
+    assert why(request(100, QUIET | {"limit": 380}), evidence).blamed == "redis"
+    assert why(request(100, QUIET | {"limit": 90}), evidence).blamed is None
+
+
+def test_what_is_said_and_what_is_denied_are_not_the_same() -> None:
+    evidence = healthy()
+    answer = why(request(100, {"parse": 1, "prefill": 4, "decode": 995}), evidence)
+    assert not {one.cause for one in answer.absent} & {one.cause for one in answer.causes}
 
 
 def test_where_nothing_has_ended_nothing_is_vouched_for() -> None:
@@ -285,7 +324,7 @@ def test_a_pause_has_a_cause_of_its_own_though_most_of_the_time_was_work() -> No
     answer = why(paused, evidence)
     assert answer.blamed == "event_loop"
     assert "Its longest gap between tokens, 400.0 ms, came because" in answer.summary
-    assert "Nothing else" not in answer.summary
+    assert "No fault" not in answer.summary
     short = msgspec.structs.replace(paused, gap_max_ns=90 * MS, gap_states={"deliver": 90 * MS})
     assert why(short, evidence).blamed is None
     slow_throughout = msgspec.structs.replace(paused, output_tokens=10)
@@ -330,4 +369,4 @@ def test_a_request_without_a_fault_is_explained_by_its_own_work() -> None:
     evidence = healthy()
     answer = why(evidence.requests[0], evidence)
     assert answer.causes[0].cause == "generation"
-    assert "Nothing else is worth a word" in answer.summary
+    assert "No fault stands out" in answer.summary

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from diagnosis.why import NO_ENGINE
 from tests.faults.appliance import Patient, Row
 from tests.faults.injections import Fault, Hurts, Strength, afflicted
 from tests.faults.load import Background, come, introduce
@@ -20,6 +19,8 @@ WARM = Background(rate_s=4.0)
 WARM_S = 3.0
 OWN_WORK = ("prompt", "generation", "gateway")
 """What `why` says of a request's ordinary work: no fault."""
+NO_ENGINE = ("no_healthy_engine", "engine_lost")
+"""Outcomes of who lost it, or found none."""
 RANKS = ("right", "second", "wrong")
 HEALTHY = "healthy"
 

@@ -157,3 +157,15 @@ def test_a_file_of_traces_is_never_there_as_a_whole(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(traces, "LINE_BYTES_MAX", 100)
     with pytest.raises(UserError, match="does not hold traces"):
         of_trace_file(file, "r7")
+
+
+def test_a_torn_line_takes_nothing_else_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "traces.jsonl"
+    whole = [line(request(number, QUIET)) for number in range(4)]
+    file.write_bytes(whole[0][100:] + whole[1] + whole[2] + whole[3][:-200])
+    assert {one.request_id for one in of_trace_file(file, "r1")} == {"r1", "r2"}
+    assert asked.why_traced("r2", trace=str(file), jaeger=None).outcome == "stop"
+
+
+def test_a_recording_that_reaches_less_far_back_does_not_say_more(folder: Path) -> None:
+    assert recorded(newest(folder, "gateway-0"), 300).window_ns < 300 * 10**9

@@ -11,12 +11,12 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
+from msgspec.structs import replace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from telemetry import clock, export, trace_file
