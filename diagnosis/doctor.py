@@ -18,7 +18,6 @@ from diagnosis.split import Shares, Split, shares_in_gap, shares_over, split
 from diagnosis.why import FELT_NS, TIME_UP, UNREAD_LONG_NS, UNSERVED, duration
 from telemetry.evidence import GATEWAY, Evidence, Memory
 from telemetry.records import RequestRecord
-from telemetry.vocabulary import GENERATING_ROUTES
 
 EvidenceValue = int | float | str
 CARRIES = 0.2
@@ -31,7 +30,7 @@ GROWTH_BYTES_MIN = {GATEWAY: 128_000_000}
 """In all, before it is worth a word: a gateway remembers requests and steps, up to so much."""
 GROWTH_BYTES_ELSE = 8_000_000
 UNSERVED_MIN = 3
-"""Requests that were not served, before that is a finding; or all that wanted tokens."""
+"""Requests that were not served, before that is a finding; or all that there were."""
 UNREAD_SHARE = 0.001
 """Of all requests, so many must have lain unread: the tails begin there, too."""
 SHOWN_MAX = 5
@@ -174,10 +173,9 @@ def _diagnosis(name: str, carried: Mapping[str, Carried], evidence: Evidence) ->
 
 def _unserved(evidence: Evidence, carried: Mapping[str, object]) -> Iterable[Diagnosis]:
     """Requests that failed before anybody could be slow; where others were slow for the same cause, see `_failures`."""
-    asked = sum(one.route in GENERATING_ROUTES for one in evidence.requests)
     for name in dict.fromkeys(cause for cause, _ in UNSERVED.values()):
         failed, because = _failures(name, evidence)
-        if failed < min(UNSERVED_MIN, asked) or not failed or name in carried:
+        if failed < min(UNSERVED_MIN, len(evidence.requests)) or not failed or name in carried:
             continue
         cause = BY_NAME[name]
         yield Diagnosis(
