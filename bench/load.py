@@ -1,5 +1,5 @@
 """
-The load: streamed completions of fixed lengths, greedy, from a seed.
+The load: streamed completions, greedy, from a seed.
 
 It shares the processors with the server, so while the clock runs it only keeps what arrives and when; all parsing comes
 afterwards.
@@ -33,6 +33,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     prompt_words: int
     output_tokens: int
     seed: int
+    output_spread: int = 0
+    """Lengths differ from `output_tokens` by up to that: with equal ones all streams begin and end together."""
 
 
 class ServerError(Exception):
@@ -65,7 +67,7 @@ class Answers(msgspec.Struct, frozen=True):
 
 async def warm(session: aiohttp.ClientSession, url: str, model: str, load: Load) -> None:
     """One short request of each stream.  Raises ServerError."""
-    short = msgspec.structs.replace(load, output_tokens=WARM_TOKENS)
+    short = msgspec.structs.replace(load, output_tokens=WARM_TOKENS, output_spread=0)
     bodies = [_body(model, short, stream, WARM_REQUEST) for stream in range(load.streams)]
     await asyncio.gather(*(_ask(session, url, body) for body in bodies))
 
@@ -88,7 +90,7 @@ def _body(model: str, load: Load, stream: int, number: int) -> dict[str, object]
     return {
         "model": model,
         "prompt": " ".join(draw.choice(WORDS) for _ in range(load.prompt_words)),
-        "max_tokens": load.output_tokens,
+        "max_tokens": load.output_tokens + draw.randint(-load.output_spread, load.output_spread),
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,

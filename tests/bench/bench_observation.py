@@ -1,7 +1,7 @@
 """
 What it costs to be seen: the same load with everything on, and with everything off that can be.
 
-    python -m tests.bench.bench_observation [--rounds 10] [--streams 16] [--requests 2] [--output-tokens 64]
+    python -m tests.bench.bench_observation [--rounds 10] [--streams 16] [--requests 8] [--output-tokens 64]
 
 Two appliances with the default model:
 
@@ -14,6 +14,9 @@ they are gone.  In each round both are started anew, because two processes of th
 for as long as they live, and serve the same load, in an order that changes.  Printed is the throughput of each,
 and the ratio of both in the same round, of which the median decides.  Exit code 1: it is lower by more than
 --percent-max.
+
+Answers differ in length, by --output-spread at most.  With equal lengths the streams of one appliance keep step for a
+whole run, and those of the other do not, as chance has it; in step they need fewer steps, and that is then measured.
 
 `--without traces,page,flight` leaves some of it out of `on`, to find what costs.
 """
@@ -133,9 +136,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--prompt-words", type=int, default=32)
     parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--output-spread", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--percent-max", type=float, default=2.0)
     parser.add_argument("--without", default="", help="with commas, of: traces, page (and scrapes), flight")
@@ -145,6 +149,7 @@ def main() -> int:
         requests=given.requests,
         prompt_words=given.prompt_words,
         output_tokens=given.output_tokens,
+        output_spread=given.output_spread,
         seed=given.seed,
     )
     print(f"commit {commit()}\nhost {host()}\nseed {given.seed}, {load}")
