@@ -116,10 +116,9 @@ ROUTING = "pellucid.routing"
 PROMISED_TOKENS = "pellucid.tokens.promised"
 PHASE = "pellucid.phase"
 PHASE_NS = "pellucid.phase.ns"
-PHASE_SHARE = "pellucid.phase.share"
 LAYOUT = "pellucid.phase.layout"
 COALESCED = "coalesced"
-"""All time in a state is laid out as one span: its length is exact, its place is not."""
+"""Of a request: all time in a state is laid out as one span, whose length is exact, and its place is not."""
 
 # Of the trace of a step.
 ENGINE_STEP = "engine step"

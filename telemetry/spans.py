@@ -176,14 +176,8 @@ def child(
 
 def _phase_spans(record: RequestRecord, parent: SpanData, started_ns: int) -> list[SpanData]:
     spans: list[SpanData] = []
-    whole_ns = max(1, record.finished_ns - record.accepted_ns)
     for state, spent_ns in phases(record):
-        attributes: dict[str, Attribute] = {
-            names.PHASE: state,
-            names.PHASE_NS: spent_ns,
-            names.PHASE_SHARE: spent_ns / whole_ns,
-            names.LAYOUT: names.COALESCED,
-        }
+        attributes: dict[str, Attribute] = {names.PHASE: state, names.PHASE_NS: spent_ns}
         spans.append(child(parent, state, started_ns, started_ns + spent_ns, attributes))
         started_ns += spent_ns
     return spans
@@ -208,6 +202,7 @@ def _server_attributes(
         names.URL_PATH: clean_text((live.path if live else "") or record.route)[:PATH_CHARS_MAX],
         names.REQUEST_ID: record.request_id,
         names.OUTCOME: record.outcome,
+        names.LAYOUT: names.COALESCED,
     }
     if because:
         attributes[names.SAMPLED_BECAUSE] = because

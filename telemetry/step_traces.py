@@ -39,12 +39,19 @@ BURST_MAX = 10
 class _Step:
     """One that may get a trace, and has one if it has a `link`."""
 
-    __slots__ = ("link", "links", "record")
+    __slots__ = ("link", "record", "served")
 
-    def __init__(self, record: StepRecord, links: tuple[Link, ...]) -> None:
+    def __init__(self, record: StepRecord, members: "list[tuple[_Request, int]]") -> None:
         self.record = record
-        self.links = links
+        # No `_Request` is held, which may hold this: most are never traced, and are to go when their requests do.
+        self.served = [(rows, request.link) for request, rows in members]
         self.link: Link | None = None
+
+    def links(self) -> tuple[Link, ...]:
+        """To the requests, those with most rows first; of several sequences of one request, once."""
+        ordered = sorted(self.served, key=lambda one: one[0], reverse=True)
+        links = dict.fromkeys(link for _, link in ordered if link is not None)
+        return tuple(links)[:LINKS_MAX]
 
 
 class _Request:
@@ -91,14 +98,14 @@ class StepTraces:
         for request, _ in members:
             slowest = request.slowest
             if len(slowest) < SLOWEST_MAX:
-                step = step or _Step(record, _links(members))
+                step = step or _Step(record, members)
                 heappush(slowest, (busy, next(self._seen), step))
             elif busy > slowest[0][0]:
-                step = step or _Step(record, _links(members))
+                step = step or _Step(record, members)
                 heapreplace(slowest, (busy, next(self._seen), step))
         if not because or not self._may(record.ended_ns):
             return []
-        return self._trace(step or _Step(record, _links(members)), because, offset_ns)
+        return self._trace(step or _Step(record, members), because, offset_ns)
 
     def ended(self, request_id: str, *, trace: bool, offset_ns: int) -> tuple[SlowestSteps, list[list[SpanData]]]:
         """A request has ended: its slowest steps and, with `trace`, the traces of those that had none yet."""
@@ -148,7 +155,7 @@ class StepTraces:
         return True
 
     def _trace(self, step: _Step, because: str, offset_ns: int) -> list[SpanData]:
-        spans = step_spans(step.record, step.links, offset_ns=offset_ns, because=because)
+        spans = step_spans(step.record, step.links(), offset_ns=offset_ns, because=because)
         step.link = Link(spans[0].trace_id, spans[0].span_id)
         return spans
 
@@ -156,10 +163,3 @@ class StepTraces:
         for sequence in request.sequences:
             if self._sequences.get(sequence) is request:  # An engine that is started anew counts from the beginning.
                 del self._sequences[sequence]
-
-
-def _links(members: list[tuple[_Request, int]]) -> tuple[Link, ...]:
-    """To the requests, those with most rows first; of several sequences of one request, once."""
-    ordered = sorted(members, key=lambda member: member[1], reverse=True)
-    links = dict.fromkeys(request.link for request, _ in ordered if request.link is not None)
-    return tuple(links)[:LINKS_MAX]

@@ -2,8 +2,6 @@
 What is handed to the SDK's encoder is encoded like the SDK's own spans: byte by byte.
 """
 
-from typing import cast
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -70,5 +68,5 @@ def readable(span: SpanData) -> ReadableSpan:
 @given(tree=st.lists(spans(), min_size=1, max_size=4))
 def test_our_spans_are_encoded_like_theirs(tree: list[SpanData]) -> None:
     resource = otlp._Resource(otlp.sdk_resource(RESOURCE))
-    ours = [cast(ReadableSpan, otlp._Span(span, resource, SCOPE)) for span in tree]
+    ours = [otlp._readable(span, resource, SCOPE) for span in tree]
     assert encode_spans(ours) == encode_spans([readable(span) for span in tree])
