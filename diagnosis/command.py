@@ -2,6 +2,7 @@
 `pellucid why` and `pellucid doctor`, as click sees them.  What reads records is loaded when there is something to read.
 """
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -80,6 +81,8 @@ def doctor(url: str, recording: str | None, scrape: str | None, minutes: float, 
 
     if recording is not None and scrape is not None:
         raise UserError("--flight and --scrape: one of them")
+    if not math.isfinite(minutes):
+        raise UserError("--minutes must be a number from 1/60 to 60")
     seconds = minutes * _SECONDS_A_MINUTE
     key = os.environ.get(KEY_VARIABLE, "")
     if scrape is not None:

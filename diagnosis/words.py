@@ -33,7 +33,7 @@ def why_lines(answer: Why) -> list[str]:
 def report_lines(report: Report) -> list[str]:
     """What is the matter with a system."""
     window = f" in {report.window_s:.0f} s" if report.window_s else ""
-    lines = [f"{report.requests} requests and {report.steps} steps{window}."]
+    lines = [f"{_count(report.requests, 'request')} and {_count(report.steps, 'step')}{window}."]
     for quantity in QUANTITIES:
         tails = [
             f"{name.partition('_')[2]} {duration(tail.quantile_ns)}"
@@ -43,8 +43,7 @@ def report_lines(report: Report) -> list[str]:
         if tails:
             lines.append(f"  {quantity.title}: {', '.join(tails)}")
     if report.in_flight:
-        plural = "request has" if report.in_flight == 1 else "requests have"
-        lines.append(f"{report.in_flight} {plural} not ended, the oldest for {duration(report.oldest_ns)}.")
+        lines.append(f"In flight: {_count(report.in_flight, 'request')}, the oldest for {duration(report.oldest_ns)}.")
     lines.append("")
     if not report.requests:
         lines.append("No request has ended in that time: there is nothing to judge.")
@@ -64,6 +63,10 @@ def _silent(workers: list[int]) -> list[str]:
         if workers
         else []
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _shown(value: int | float | str) -> str:

@@ -80,6 +80,7 @@ class _Remembered(msgspec.Struct, frozen=True):
     requests: list[RequestRecord]
     resident: list[tuple[int, int]]
     """Its memory: when, in ns, and how many bytes."""
+    in_flight_ns: list[int]
 
 
 _Question = _Count | _Newest | _Find | _Records | _Record | _Serve
@@ -153,6 +154,7 @@ class Siblings:
         for answer in answers:
             found.requests += answer.requests
             found.memory[f"{GATEWAY} {answer.worker}"] = answer.resident
+            found.in_flight_ns += answer.in_flight_ns
         found.requests.sort(key=lambda record: record.finished_ns, reverse=True)
         return found
 
@@ -198,7 +200,9 @@ class Siblings:
         if isinstance(question, _Records):
             known = self._hub.evidence(question.since_ns)
             resident = known.memory.get(GATEWAY, [])
-            return msgspec.msgpack.encode(_Remembered(self._worker, known.requests[:RECORDS_MAX], resident))
+            return msgspec.msgpack.encode(
+                _Remembered(self._worker, known.requests[:RECORDS_MAX], resident, known.in_flight_ns)
+            )
         if isinstance(question, _Record):
             return msgspec.msgpack.encode(self._hub.record(question.request_id))
         return msgspec.msgpack.encode(self._known(question))

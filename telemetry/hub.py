@@ -36,7 +36,7 @@ from telemetry.served import Served, served
 from telemetry.sink import Sink
 from telemetry.spans import SpanData
 from telemetry.views import Json, JsonObject, kv_json, request_json, step_json
-from telemetry.vocabulary import LimitsView, ReplicaView, UpstreamView, View
+from telemetry.vocabulary import GENERATING_ROUTES, LimitsView, ReplicaView, UpstreamView, View
 
 __all__ = ["Hub", "Json", "JsonObject", "LiveRequest", "TraceContext", "accept_trace"]
 
@@ -236,6 +236,9 @@ class Hub:
         self._pump_all()
         found = self._recent.evidence(since_ns, clock.now_ns())
         found.facts = facts_together(self._facts.values())
+        now_ns = clock.now_ns()
+        here = [one for one in self._recent.live.values() if one.route in GENERATING_ROUTES]
+        found.in_flight_ns = [now_ns - one.ledger.opened_ns for one in here]
         return found
 
     def record(self, request_id: str) -> list[RequestRecord]:

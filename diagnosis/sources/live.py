@@ -26,8 +26,10 @@ class _Refused(msgspec.Struct, frozen=True):
     error: _Complaint = _Complaint()
 
 
-def fetch(url: str, key: str = "") -> bytes:
-    """What is there.  Raises UserError."""
+def fetch(url: str, key: str = "", *, server: str = "`pellucid serve`") -> bytes:
+    """What is there, where `server` should run.  Raises UserError."""
+    if not (key.isascii() and key.isprintable()):
+        raise UserError("what PELLUCID_API_KEY holds is no API key: it has characters that no key has")
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{url!r} is no URL like http://127.0.0.1:8000")
     headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -40,7 +42,7 @@ def fetch(url: str, key: str = "") -> bytes:
             raise UserError(f"{url}: {_complaint(error)}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise UserError(f"nothing answers at {url} ({reason}): is `pellucid serve` running there?") from None
+        raise UserError(f"nothing answers at {url} ({reason}): is {server} running there?") from None
 
 
 def _complaint(error: urllib.error.HTTPError) -> str:

@@ -130,7 +130,7 @@ def of_jaeger(url: str, name: str) -> list[RequestRecord]:
             "query.search_depth": "20",
         }
         where += "?" + urlencode(query)
-    data = fetch(where)
+    data = fetch(where, server="Jaeger")
     try:
         return sorted(_requests(data), key=lambda record: record.finished_ns, reverse=True)
     except (ValueError, msgspec.MsgspecError):

@@ -191,6 +191,13 @@ def test_what_held_the_gateway_up_is_in_the_mean_once(
     assert evidence.starts == 4
 
 
+def test_a_key_that_is_none_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PELLUCID_API_KEY", "pk-secret\nx")
+    done = CliRunner().invoke(cli, ["why", "r7", "--url", "http://127.0.0.1:9"])
+    assert isinstance(done.exception, UserError) or done.exit_code
+    assert "no API key" in f"{done.output}{done.exception}" and "secret" not in f"{done.output}{done.exception}"
+
+
 def test_a_mean_is_not_called_a_tail() -> None:
     metrics = Metrics()
     for number in range(20):

@@ -2,6 +2,9 @@
 What is remembered of several tenants: no one's requests are hidden by those of another.
 """
 
+from diagnosis.doctor import examine
+from diagnosis.words import report_lines
+from telemetry import clock
 from telemetry.hub import Hub, LiveRequest
 from telemetry.ledger import Ledger
 from tests.contract.telemetry.test_hub import a_record, rows
@@ -29,3 +32,13 @@ def test_a_name_that_two_tenants_have_chosen_is_of_both() -> None:
     assert {row["tenant"] for row in listening.debug_request("r1")} == {"blue", "green", "red"}
     assert {one.tenant for one in listening.record("r1")} == {"blue", "green", "red"}
     assert len(rows(listening.debug_requests(), "requests")) == 3
+
+
+def test_who_has_not_ended_is_in_the_evidence_by_his_age_alone() -> None:
+    listening = Hub()
+    for number, route in enumerate(("/v1/completions", "/debug/live", "/v1/chat/completions")):
+        opened_ns = clock.now_ns() - (number + 1) * 10**9
+        listening.request_opened(LiveRequest(request_id=f"r{number}", route=route, ledger=Ledger("parse", opened_ns)))
+    evidence = listening.evidence(0)
+    assert [age_ns // 10**9 for age_ns in evidence.in_flight_ns] == [1, 3] and evidence.requests == []
+    assert "In flight: 2 requests, the oldest for 3.0" in "\n".join(report_lines(examine(evidence)))
