@@ -96,7 +96,7 @@ def serve(
         drafter=drafter,
         recorder=journal,
         replica=options.replica,
-        disturbances=disturbances.take,
+        disturbances=disturbances,
     )
     server.shows(lambda: sight_of(scheduler.pool, [*scheduler.running, *scheduler.waiting], now_ns()))
 

@@ -18,7 +18,7 @@ from engine.outcome import Outcome
 from engine.plan import DraftPlan, DraftResult, SliceResult, StepPlan, StepResult
 from engine.scheduler import Scheduler
 from telemetry.clock import now_ns
-from telemetry.disturbance import Disturbed
+from telemetry.disturbance import Disturbing, Undisturbed
 from telemetry.records import STEP_PARTS, StepRecord
 
 STARVED_POLL_S = 0.001  # work, but nothing could be planned: ask again soon, without spinning
@@ -91,7 +91,7 @@ class Loop:
         recorder: Recorder | None = None,
         replica: int = 0,
         clock: Callable[[], int] = now_ns,
-        disturbances: Callable[[], Disturbed] = Disturbed,
+        disturbances: Disturbing | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._device = device
@@ -101,8 +101,7 @@ class Loop:
         self._drafts_doubted = False  # somebody has been told that its numbers were none
         self._replica = replica
         self._clock = clock
-        self._disturbances = disturbances
-        self._idle_ns = self._busy_ns = 0  # since a step was told how long it had no processor
+        self._disturbances = disturbances or Undisturbed()
         self._stopping = False
         self._starved = False
         self._frame: StepFrame | None = None  # of the step before, not yet published
@@ -132,6 +131,8 @@ class Loop:
         timeout_s = (STARVED_POLL_S if self._starved else 0.0) if busy else None
         messages += self._link.poll(timeout_s)
         self._spend("plan" if timeout_s == 0.0 else "idle")
+        if not busy:
+            self._disturbances.skip()
         for message in messages:
             self._scheduler.apply(message, self._marked_ns)
             self._recorder.applied(message, self._marked_ns)
@@ -190,8 +191,7 @@ class Loop:
 
     def _close(self, plan: StepPlan, result: StepResult, outcome: Outcome) -> None:
         """Write the step's record.  It begins where the last one ended, so nothing falls between two records."""
-        disturbed = self._disturbances()
-        starved_ns = self._without_processor(disturbed.starved_ns)
+        disturbed = self._disturbances.take()
         record = StepRecord(
             step_id=plan.step_id,
             replica=self._replica,
@@ -220,7 +220,7 @@ class Loop:
             served_ns=outcome.served_ns,
             waits=outcome.waits,
             gc_pause_ns=disturbed.gc_pause_ns,
-            starved_ns=starved_ns,
+            starved_ns=disturbed.starved_ns,
             memory=disturbed.memory,
             kv=outcome.kv,
             finished=outcome.finished,
@@ -228,20 +228,6 @@ class Loop:
         self._frame = StepFrame(deltas=outcome.deltas, step=record, load=outcome.load, prefixes=outcome.prefixes)
         self._parts = dict.fromkeys(STEP_PARTS, 0)
         self._opened_ns = self._marked_ns
-
-    def _without_processor(self, told_ns: int) -> int:
-        """
-        Of what is told of some steps together, at most the time in which they were at work.  If they idled for most of
-        it, nobody knows when a processor was wanted: none.
-        """
-        idle_ns = self._parts["idle"]
-        self._idle_ns += idle_ns
-        self._busy_ns += self._marked_ns - self._opened_ns - idle_ns
-        if not told_ns:
-            return 0
-        starved_ns = min(told_ns, self._busy_ns) if self._idle_ns <= self._busy_ns else 0
-        self._idle_ns = self._busy_ns = 0
-        return starved_ns
 
     def _publish(self) -> list[Message]:
         frame, self._frame = self._frame, None

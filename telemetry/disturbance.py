@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from telemetry import clock
 from telemetry.records import MemoryReading
@@ -169,6 +169,29 @@ class Disturbed(NamedTuple):
     memory: MemoryReading | None = None
 
 
+class Disturbing(Protocol):
+    """What tells of it: `Disturbances`, or nothing."""
+
+    def take(self) -> Disturbed:
+        """What has happened since the last call."""
+        ...
+
+    def skip(self) -> None:
+        """Forget how long no processor was there up to now."""
+        ...
+
+
+class Undisturbed:
+    """Implements `Disturbing`: nothing happens."""
+
+    def take(self) -> Disturbed:
+        """Nothing."""
+        return Disturbed()
+
+    def skip(self) -> None:
+        """Nothing."""
+
+
 DELAY_PERIOD_NS = 50_000_000
 """How often threads are asked how long they had no processor: each of them is a system call."""
 
@@ -209,6 +232,11 @@ class Disturbances:
             return Disturbed(gc_ns, 0, memory)
         self._asked_ns = now_ns
         return Disturbed(gc_ns, self._delay.take_ns(), memory)
+
+    def skip(self) -> None:
+        """Nobody had anything to do up to now: that no processor was there then has cost nothing."""
+        self._asked_ns = clock.now_ns()
+        self._delay.take_ns()
 
     def _watch(self) -> None:
         while not self._stopping.wait(MEMORY_PERIOD_S):

@@ -20,7 +20,8 @@ REQUESTS_MAX = 4_000
 REPLICAS_MAX = 64
 TOTALS_MAX = 720
 """Stretches of steps of which sums are kept: of an hour."""
-SAMPLES_MAX = 720
+SAMPLES_MAX = 3600
+"""Of the memory of a process: of an hour, a second apart, which is as far back as anybody may ask."""
 PRESSURES_MAX = TOTALS_MAX
 """Readings of what the machine waited for, GRAIN_NS apart: of the same hour."""
 NAMES_MAX = 8192
@@ -31,20 +32,14 @@ BLOCK_SLOTS = 16
 
 
 class Samples:
-    """A number at times: at most SAMPLES_MAX of them, over ever longer times ever further apart."""
+    """A number at times, of which the newest SAMPLES_MAX are kept."""
 
     def __init__(self) -> None:
-        self._samples: list[tuple[int, int]] = []
-        self._apart_ns = 0
+        self._samples: deque[tuple[int, int]] = deque(maxlen=SAMPLES_MAX)
 
     def add(self, at_ns: int, amount: int) -> None:
-        """One more, if it is not too near to the last one."""
-        if self._samples and at_ns - self._samples[-1][0] < self._apart_ns:
-            return
+        """One more."""
         self._samples.append((at_ns, amount))
-        if len(self._samples) >= SAMPLES_MAX:
-            self._samples = self._samples[::2]
-            self._apart_ns = (at_ns - self._samples[0][0]) // len(self._samples)
 
     def since(self, since_ns: int) -> list[tuple[int, int]]:
         """Those from then on."""

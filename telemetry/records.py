@@ -297,7 +297,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     served_ns: int = 0  # of the step, what is shared out among those: from the plan to the commit
     waits: dict[str, int] = {}  # waiting sequences, after the step, by their state
     gc_pause_ns: int = 0  # garbage collection of the engine: overlaps with the parts
-    starved_ns: int = 0  # how long a thread of rank 0 could have run and had no processor, the worst: overlaps, too
+    starved_ns: int = (
+        0  # of rank 0, the worst thread: it could have run and had no processor; told of some 50 ms at once
+    )
     memory: MemoryReading | None = None  # now and then
     kv: KvBook = KvBook()
     finished: tuple[RequestRecord, ...] = ()

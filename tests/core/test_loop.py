@@ -19,7 +19,7 @@ from engine.plan import Slice, StepPlan
 from engine.scheduler import Scheduler
 from engine.speculate import Speculation
 from telemetry.books import request_mismatches, step_mismatches
-from telemetry.disturbance import Disturbed
+from telemetry.disturbance import Disturbed, Disturbing
 from telemetry.records import StepRecord
 from tests.core.test_draft_model import Always
 from tests.sim.guesses import Guesser
@@ -63,21 +63,14 @@ def play(
     steps: int = 40,
     speculation: Speculation | None = None,
     drafter: Drafting | None = None,
-    starved_ns: int = 0,
+    disturbances: Disturbing | None = None,
 ) -> Script:
     """Run a loop over the script and stop it."""
     clock = Clock()
     link = Script(clock, iter(polls))
     config = SchedulerConfig(blocks_max=32, block_slots=4, context_max=64, vocab_size=100)
     scheduler = Scheduler(config, speculation=speculation)
-    loop = Loop(
-        scheduler,
-        device or fake(),
-        link,
-        drafter=drafter,
-        clock=clock,
-        disturbances=lambda: Disturbed(starved_ns=starved_ns),
-    )
+    loop = Loop(scheduler, device or fake(), link, drafter=drafter, clock=clock, disturbances=disturbances)
     for _ in range(steps):
         loop.step()
     loop.stop()
@@ -111,15 +104,26 @@ def test_parts_sum_to_the_step_and_steps_touch() -> None:
             assert record.imbalance() == 0
 
 
-def test_no_step_wants_a_processor_for_longer_than_it_works_and_none_while_it_idles() -> None:
-    """Threads are asked now and then, and what they say is of all the time since."""
-    steps = records(play([[], [request("a", tokens_max=8)]], starved_ns=10**9))
-    idle = [step for step in steps if 2 * step.parts["idle"] > step.step_ns]
-    assert idle and all(step.starved_ns == 0 for step in idle)
-    working = [step for step in steps if not step.parts["idle"]]
-    assert working and all(step.starved_ns == step.step_ns for step in working)
-    a_little = records(play([[request("a", tokens_max=8)]], starved_ns=2))
-    assert {step.starved_ns for step in a_little if not step.parts["idle"]} == {2}
+def test_what_a_processor_was_wanted_for_while_nobody_had_work_is_forgotten() -> None:
+    class Delays:
+        """Implements `Disturbing`: another nanosecond whenever it is asked."""
+
+        def __init__(self) -> None:
+            self.skipped = 0
+            self.told = 0
+
+        def take(self) -> Disturbed:
+            self.told += 1
+            return Disturbed(starved_ns=1)
+
+        def skip(self) -> None:
+            self.skipped += 1
+
+    delays = Delays()
+    link = play([[], [request("a")], [], [], [], [], []], disturbances=delays)
+    steps = records(link)
+    assert delays.skipped == link.waits.count(None) > 0
+    assert delays.told == len(steps) and {step.starved_ns for step in steps} == {1}
 
 
 def test_a_deltas_record_is_in_the_same_frame_and_every_request_ends_once() -> None:
