@@ -157,6 +157,7 @@ def test_the_generation_span_says_what_the_conventions_ask_for() -> None:
         "url.path": "/v1/chat/completions",
         "pellucid.request_id": "r1",
         "pellucid.outcome": "stop",
+        "pellucid.phase.layout": "coalesced",
     }
     assert "secret" not in repr([root, chat, *leaves]), "stop strings are the user's text"
     for leaf in leaves:
