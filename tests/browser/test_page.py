@@ -248,6 +248,9 @@ async def test_others_that_are_not_for_these_eyes_cannot_be_opened(tab: Tab) -> 
     tab.complaints.clear()  # its gateway is gone
 
 
+FORGOTTEN = "document.getElementById('{}').textContent.includes('not remembered any more')"
+
+
 async def test_a_request_that_is_forgotten_is_said_to_be(tab: Tab) -> None:
     with small_gateway() as (gateway, _):
         await show(tab, gateway.url)
@@ -257,8 +260,8 @@ async def test_a_request_that_is_forgotten_is_said_to_be(tab: Tab) -> None:
         )
         await tab.evaluate("import('/page/page.js').then(({ detail }) => detail.open('forgotten'))")
         assert await tab.evaluate(OPEN)
-        assert await tab.evaluate("document.getElementById('detail-sub').textContent") == "not remembered any more"
-        assert "not remembered any more" in await tab.evaluate("document.getElementById('why-summary').textContent")
+        await tab.until(FORGOTTEN.format("detail-sub"))
+        await tab.until(FORGOTTEN.format("why-summary"))
         assert not await tab.evaluate("document.getElementById('detail-ledger').checkVisibility()"), "there is none"
         assert 3000 not in await tab.evaluate("waits"), "it is not asked for again"
         await tab.evaluate("document.getElementById('detail').close()")
@@ -267,7 +270,7 @@ async def test_a_request_that_is_forgotten_is_said_to_be(tab: Tab) -> None:
             "window.fetch = async (path) => path.includes('/why/') ? new Response('', { status: 404 })"
             f" : Response.json({one}); import('/page/page.js').then(({{ detail }}) => detail.open('late'))"
         )
-        assert await tab.evaluate("document.getElementById('detail-sub').textContent") == "not remembered any more"
+        await tab.until(FORGOTTEN.format("detail-sub"))
         assert (await tab.evaluate("probe.ledger()"))["states"] == {"decode": 5}, "what was seen of it stays"
         assert 3000 not in await tab.evaluate("waits"), "nor is one that was in flight"
         missing = [one for one in tab.complaints if "404" in one and "/debug/requests/forgotten" in one]

@@ -140,7 +140,8 @@ def test_what_follows_a_stream_does_not_get_into_it(shell: LiveGateway) -> None:
                 said += more
         except ConnectionResetError:
             pass
-    assert said.count(b"HTTP/1.1") == 1 and b"not valid HTTP" not in said
+    answer, _, _ = said.partition(b"data: [DONE]\n\n")  # behind a whole answer the garbage is a request of its own
+    assert answer.count(b"HTTP/1.1") == 1 and b"not valid HTTP" not in answer
 
 
 def test_trailers_are_not_kept(custom: Custom) -> None:
