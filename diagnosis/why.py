@@ -208,8 +208,8 @@ def _pause(record: RequestRecord, evidence: Evidence) -> _Blame | None:
     if gap_ns < max(PAUSE_NS, PAUSE_TIMES * (record.token_gap_mean_ns() or 0)):
         return None
     found = split(record.gap_states, record, shares_in_gap(record, shares_over(evidence), evidence), evidence)
-    cause = max(found, key=found.__getitem__)
-    if found[cause] < PAUSE_WORTH * gap_ns or BY_NAME[cause].ordinary:
+    cause = max(found, key=found.__getitem__, default=None)  # A book that does not close may say nothing of it.
+    if cause is None or found[cause] < PAUSE_WORTH * gap_ns or BY_NAME[cause].ordinary:
         return None
     return _Blame(cause, f"Its longest gap between tokens, {duration(gap_ns)}, came because {BY_NAME[cause].words}.")
 

@@ -57,12 +57,10 @@ def report_lines(report: Report) -> list[str]:
 
 
 def _silent(workers: list[int]) -> list[str]:
+    if not workers:
+        return []
     numbers = ", ".join(map(str, workers))
-    return (
-        ["", f"Workers of the gateway that did not answer, so that their part is missing: {numbers}."]
-        if workers
-        else []
-    )
+    return ["", f"Workers of the gateway that did not answer, so that their part is missing: {numbers}."]
 
 
 def _count(number: int, what: str) -> str:

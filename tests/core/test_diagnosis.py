@@ -325,6 +325,8 @@ def test_a_pause_has_a_cause_of_its_own_though_most_of_the_time_was_work() -> No
     assert answer.blamed == "event_loop"
     assert "Its longest gap between tokens, 400.0 ms, came because" in answer.summary
     assert "No fault" not in answer.summary
+    unknown = msgspec.structs.replace(paused, gap_states={})
+    assert why(unknown, evidence).blamed is None
     short = msgspec.structs.replace(paused, gap_max_ns=90 * MS, gap_states={"deliver": 90 * MS})
     assert why(short, evidence).blamed is None
     slow_throughout = msgspec.structs.replace(paused, output_tokens=10)
